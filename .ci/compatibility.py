@@ -34,9 +34,16 @@ OPTIONS = {"oldest": [], "newest": ["--upgrade", "--upgrade-strategy", "eager"]}
 
 def main() -> None:
     """Install and test; fails if the tests of an environment do."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("versions", nargs="*", choices=[[], *OPTIONS], help="which; default: both")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".compatibility", help="folder of the environments")
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        default=ROOT / ".compatibility",
+        help="folder of the environments",
+    )
     parser.add_argument("--processes", default="2", help="of pytest-xdist")
     arguments = parser.parse_args()
     failed = []
@@ -45,7 +52,14 @@ def main() -> None:
         install(folder, versions)
         print(versions, *installed(folder), flush=True)
         tests = [f"tests/test_{name}.py" for name in FILES]
-        command = [folder / "bin" / "pytest", "--numprocesses", arguments.processes, "-m", "not planted", *tests]
+        command = [
+            folder / "bin" / "pytest",
+            "--numprocesses",
+            arguments.processes,
+            "-m",
+            "not planted",
+            *tests,
+        ]
         if subprocess.run(command, cwd=ROOT).returncode:
             failed.append(versions)
     if failed:
@@ -57,8 +71,18 @@ def install(folder: Path, versions: str) -> None:
     if not folder.exists():
         venv.create(folder, with_pip=True)
     constraints = folder / "constraints.txt"
-    constraints.write_text("".join(f"{x}\n" for x in lower_bounds()) if versions == "oldest" else "")
-    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--constraint", constraints]
+    constraints.write_text(
+        "".join(f"{x}\n" for x in lower_bounds()) if versions == "oldest" else ""
+    )
+    pip = [
+        folder / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--constraint",
+        constraints,
+    ]
     subprocess.run([*pip, *OPTIONS[versions], *TOOLS, "--editable", "."], cwd=ROOT, check=True)
 
 
@@ -74,9 +98,13 @@ def lower_bounds() -> list[str]:
 
 def installed(folder: Path) -> list[str]:
     """The versions of the dependencies in an environment."""
-    names = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in dependencies()}
+    names = {
+        re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in dependencies()
+    }
     packages = next((folder / "lib").glob("python*")) / "site-packages"
-    found = {x.name.lower().replace("-", "_"): x.version for x in distributions(path=[str(packages)])}
+    found = {
+        x.name.lower().replace("-", "_"): x.version for x in distributions(path=[str(packages)])
+    }
     return [f"{name}=={found[name]}" for name in sorted(names & found.keys())]
 
 

@@ -28,8 +28,14 @@ TEACHER = LlamaConfig(
     num_key_value_heads=4,
     max_position_embeddings=4096,
 )
-NONE, ROWS = Schedule(0, 1e-4, 1, 1024), Schedule(2, 1e-4, 1, 2048)
-HEADS = {"to": "attention", "keep": "heads:1/11", "options": {"sliding_window": 256}, "transfer": NONE}
+NONE = Schedule(0, 1e-4, 1, 1024)
+ROWS = Schedule(2, 1e-4, 1, 2048)
+HEADS = {
+    "to": "attention",
+    "keep": "heads:1/11",
+    "options": {"sliding_window": 256},
+    "transfer": NONE,
+}
 WHOLE = {"to": "deltanet", "keep": "none", "options": {"gate": "scalar"}}
 CASES: dict[str, tuple[Recipe, dict]] = {
     "heads and windows": (Recipe(**HEADS, distillation=ROWS), {}),
@@ -64,10 +70,15 @@ def main() -> None:
     found = {}
     print(f"{'':30}{'predicted':>12}{'measured':>12}{'ratio':>8}")
     for name in CASES:
-        done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, name], capture_output=True, text=True, check=True
+        )
         predicted, measured = json.loads(done.stdout.splitlines()[-1])
         found[name] = {"predicted": predicted, "measured": measured}
-        print(f"{name:30}{predicted / 1e6:9,.0f} MB{measured / 1e6:9,.0f} MB{predicted / measured:8.2f}", flush=True)
+        print(
+            f"{name:30}{predicted / 1e6:9,.0f} MB{measured / 1e6:9,.0f} MB{predicted / measured:8.2f}",
+            flush=True,
+        )
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -36,9 +36,13 @@ from hf_memory.conversion import make_student
 from ops import shares_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-RESULTS = Path(__file__).parent / "results" / ("decode" if DEVICE.type == "cpu" else "decode_cuda")  # and a suffix
+RESULTS = (
+    Path(__file__).parent / "results" / ("decode" if DEVICE.type == "cpu" else "decode_cuda")
+)  # and a suffix
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-CONTEXTS, BATCHES, PROMPT = (16, 1024), (1, 8), 1024
+CONTEXTS = (16, 1024)
+BATCHES = (1, 8)
+PROMPT = 1024
 LONG = (1024, 4096, 16384, 32768)
 NAMED = {
     "linear": "Linear Transformer",
@@ -60,24 +64,36 @@ STUDENTS = {
     "GLA": {"to": "gated"},
     "DeltaNet": {"to": "deltanet"},
     "Gated DeltaNet": {"to": "deltanet", "gate": "scalar"},
-    "hybrid": {"to": "deltanet", "gate": "scalar", "keep": tuple(range(3, SHAPE["num_hidden_layers"], 4))},
+    "hybrid": {
+        "to": "deltanet",
+        "gate": "scalar",
+        "keep": tuple(range(3, SHAPE["num_hidden_layers"], 4)),
+    },
     "window, heads": {  # as convert --keep-attention heads:1/10 makes it
         "to": "deltanet",
         "sliding_window": 64,
         "num_sink_tokens": 4,
-        "full_attention_heads": [[0] if i % 10 < 3 else [] for i in range(SHAPE["num_hidden_layers"])],
+        "full_attention_heads": [
+            [0] if i % 10 < 3 else [] for i in range(SHAPE["num_hidden_layers"])
+        ],
     },
 }
 HEADS = {  # as convert --keep heads:1/11 makes it
     "sliding_window": 192,
     "num_sink_tokens": 4,
-    "full_attention_heads": [[i % 3] if i % 4 == 1 else [] for i in range(SHAPE["num_hidden_layers"])],
+    "full_attention_heads": [
+        [i % 3] if i % 4 == 1 else [] for i in range(SHAPE["num_hidden_layers"])
+    ],
 }
 SERVED = {"sliding_window": 128, "num_sink_tokens": 0, "attention_sinks": True}
 WINDOWS = {
     "1/11 of heads": HEADS,
     "slots": {"to": "deltanet", **HEADS},
-    "kept": {**HEADS, "sliding_window": 64, "num_kept_tokens": 158},  # as many bytes as a window of 259
+    "kept": {
+        **HEADS,
+        "sliding_window": 64,
+        "num_kept_tokens": 158,
+    },  # as many bytes as a window of 259
     "1/11 of heads, virtual token": {**HEADS, "num_sink_tokens": 0, "virtual_token": True},
     "1/4 of layers, sinks": {**SERVED, "keep": tuple(range(1, 28, 4))},
 }
@@ -105,7 +121,9 @@ def make(name: str, sizes: dict) -> PreTrainedModel:
 def make_all(students: dict[str, dict]) -> dict[str, PreTrainedModel]:
     """The Transformer and its students."""
     teacher = make("Llama", SHAPE)
-    return {"Llama": teacher} | {name: make_student(teacher, **options) for name, options in students.items()}
+    return {"Llama": teacher} | {
+        name: make_student(teacher, **options) for name, options in students.items()
+    }
 
 
 def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCache:
@@ -114,9 +132,17 @@ def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCach
     model(torch.ones(batch, 2, dtype=torch.long, device=DEVICE), **{CACHE: cache})
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
-            growing = {name: x for name, x in layer.states.items() if layer.spec[name].growth == "token"}
-            states = layer.states | {n: x[:, :1].repeat_interleave(tokens, 1) for n, x in growing.items()}
-            counts = {name: torch.full_like(x, tokens) for name, x in states.items() if name.endswith("tokens_read")}
+            growing = {
+                name: x for name, x in layer.states.items() if layer.spec[name].growth == "token"
+            }
+            states = layer.states | {
+                n: x[:, :1].repeat_interleave(tokens, 1) for n, x in growing.items()
+            }
+            counts = {
+                name: torch.full_like(x, tokens)
+                for name, x in states.items()
+                if name.endswith("tokens_read")
+            }
             layer.fill(states | counts, tokens)
         else:
             B, H, _, D = layer.keys.shape
@@ -126,7 +152,12 @@ def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCach
 
 def bytes_moved(model: PreTrainedModel, cache: DynamicCache) -> int:
     """What a token cannot do without: weights and the past are read, and memories written."""
-    memories = sum(x.nbytes for layer in cache.layers if isinstance(layer, MemoryLayer) for x in layer.states.values())
+    memories = sum(
+        x.nbytes
+        for layer in cache.layers
+        if isinstance(layer, MemoryLayer)
+        for x in layer.states.values()
+    )
     return sum(p.nbytes for p in model.parameters()) + state_bytes(cache) + memories
 
 
@@ -145,7 +176,9 @@ def in_turn(calls: dict[str, Callable], rounds: int, tokens: int) -> dict[str, d
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            taken[name].append(statistics.median([seconds(call) for _ in range(tokens)][tokens > 1 :]))
+            taken[name].append(
+                statistics.median([seconds(call) for _ in range(tokens)][tokens > 1 :])
+            )
     return {
         name: {
             "ms": 1e3 * statistics.median(mine[1:]),
@@ -174,7 +207,10 @@ def table(
             token = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
             caches = {name: filled_cache(model, context, batch) for name, model in models.items()}
             moved = {name: bytes_moved(model, caches[name]) for name, model in models.items()}
-            steps = {name: partial(model, token, **{CACHE: caches[name]}) for name, model in models.items()}
+            steps = {
+                name: partial(model, token, **{CACHE: caches[name]})
+                for name, model in models.items()
+            }
             row = in_turn(steps, rounds, 3)
             for name, of_model in row.items():
                 of_model["bytes_ratio"] = moved[name] / moved["Llama"]
@@ -182,22 +218,30 @@ def table(
             show(*list(found.items())[-1])
     for length in prompts:
         prompt = torch.randint(SHAPE["vocab_size"], (1, length), device=DEVICE)
-        found[f"prompt of {length}"] = in_turn({n: partial(read, m, prompt) for n, m in models.items()}, rounds // 3, 1)
+        found[f"prompt of {length}"] = in_turn(
+            {n: partial(read, m, prompt) for n, m in models.items()}, rounds // 3, 1
+        )
         show(*list(found.items())[-1])
     return found
 
 
 def show(what: str, row: dict[str, dict[str, float]]) -> None:
     """A line of the table."""
-    least = {name: f", bytes {x['bytes_ratio']:.2f}" if "bytes_ratio" in x else "" for name, x in row.items()}
+    least = {
+        name: f", bytes {x['bytes_ratio']:.2f}" if "bytes_ratio" in x else ""
+        for name, x in row.items()
+    }
     line = "".join(f"  {n} {x['ms']:.1f} ms ({x['ratio']:.2f}{least[n]})" for n, x in row.items())
     print(f"{what:30}{line}", flush=True)
 
 
 @torch.no_grad()
-def by_context(models: dict[str, PreTrainedModel], rounds: int, contexts: Sequence[int] = LONG) -> dict[int, dict]:
+def by_context(
+    models: dict[str, PreTrainedModel], rounds: int, contexts: Sequence[int] = LONG
+) -> dict[int, dict]:
     """What a token costs and what the cache holds at long contexts."""
-    token, found = torch.ones(1, 1, dtype=torch.long, device=DEVICE), {}
+    token = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
+    found = {}
     for context in contexts:
         caches = {name: filled_cache(model, context, 1) for name, model in models.items()}
         steps = {n: partial(m, token, **{CACHE: caches[n]}) for n, m in models.items()}
@@ -225,7 +269,9 @@ def draw(rows: dict[int, dict], file: Path) -> None:
         style |= {"linestyle": "--", "color": "black"} if name == "Llama" else {}
         axes[0].plot(LONG, [rows[n][name]["ms"] for n in LONG], **style)
         axes[1].plot(LONG, [rows[n][name]["cache_bytes"] / 1e6 for n in LONG], **style)
-    axes[0].set(title="time for the next token", ylabel="milliseconds, one CPU core", ylim=(0, None))
+    axes[0].set(
+        title="time for the next token", ylabel="milliseconds, one CPU core", ylim=(0, None)
+    )
     axes[1].set(title="size of the cache", yscale="log")
     axes[1].set_yticks([5, 50, 500], ["5 MB", "50 MB", "500 MB"])
     for axis in axes:
@@ -242,7 +288,9 @@ def main() -> None:
     """Measure, print, draw and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--label", default="after", help="of this table in decode.json; others there are kept")
+    parser.add_argument(
+        "--label", default="after", help="of this table in decode.json; others there are kept"
+    )
     arguments = parser.parse_args()
     if DEVICE.type == "cpu":
         torch.set_num_threads(1)

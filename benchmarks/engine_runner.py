@@ -33,9 +33,17 @@ class LlamaCpp:
         import xllamacpp
 
         options = xllamacpp.CommonParams()
-        options.model.path, options.n_ctx, options.n_parallel, options.kv_unified = file, length, sequences, True
-        options.n_batch, options.n_ubatch, options.warmup, options.verbosity = STEP, SMALL_STEP, False, 4
-        options.cache_ram_mib, options.n_ctx_checkpoints, options.fit_params = 0, 0, False
+        options.model.path = file
+        options.n_ctx = length
+        options.n_parallel = sequences
+        options.kv_unified = True
+        options.n_batch = STEP
+        options.n_ubatch = SMALL_STEP
+        options.warmup = False
+        options.verbosity = 4
+        options.cache_ram_mib = 0
+        options.n_ctx_checkpoints = 0
+        options.fit_params = False
         options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
         if exact:
             options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
@@ -45,7 +53,9 @@ class LlamaCpp:
             sizes = re.findall(r"(?:KV|RS) buffer size = +([\d.]+) MiB", log.read_text())
         self.bytes = round(sum(map(float, sizes)) * 2**20)
 
-    def write(self, prompt: list[int], new: int, each: Callable[[], object] = lambda: None) -> list[int]:
+    def write(
+        self, prompt: list[int], new: int, each: Callable[[], object] = lambda: None
+    ) -> list[int]:
         """So many tokens after a prompt; `each` is called after each of them."""
         tokens: list[int] = []
 
@@ -54,8 +64,18 @@ class LlamaCpp:
                 tokens.append(found["id"])
                 each()
 
-        options = {"temperature": 0, "top_k": 1, "ignore_eos": True, "cache_prompt": False, "logprobs": 1}
-        options |= {"prompt": prompt, "n_predict": new + SPARE, "stream": True}  # it holds back parts of a letter
+        options = {
+            "temperature": 0,
+            "top_k": 1,
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "logprobs": 1,
+        }
+        options |= {
+            "prompt": prompt,
+            "n_predict": new + SPARE,
+            "stream": True,
+        }  # it holds back parts of a letter
         self.server.handle_completions(options, keep)
         return tokens[:new]
 
@@ -82,15 +102,20 @@ def llama_cpp(request: dict) -> dict:
     """All that is asked, of llama.cpp."""
     from importlib.metadata import version
 
-    prompts, new, file = request["prompts"], request["new"], request["model"]
+    prompts = request["prompts"]
+    new = request["new"]
+    file = request["model"]
     prompts = [*prompts, *request["again"]]
-    engine = LlamaCpp(file, sum(map(len, prompts)) + len(prompts) * (new + SPARE), len(prompts), exact=True)
+    engine = LlamaCpp(
+        file, sum(map(len, prompts)) + len(prompts) * (new + SPARE), len(prompts), exact=True
+    )
     with ThreadPoolExecutor(len(prompts)) as pool:  # all at once
         tokens = list(pool.map(lambda prompt: engine.write(prompt, new), prompts))
     answer = {"version": version("xllamacpp"), "tokens": tokens, "speed": {}, "bytes": {}}
     for length in request["contexts"]:
         engine = LlamaCpp(file, length)  # it has no more than the model's positions
-        answer["speed"][length], answer["bytes"][length] = engine.speed(length - SPOKEN), engine.bytes
+        answer["speed"][length] = engine.speed(length - SPOKEN)
+        answer["bytes"][length] = engine.bytes
     return answer
 
 
@@ -102,7 +127,9 @@ def mlx(request: dict) -> dict:
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(Path(request["model"]), trust_remote_code=True)  # Qwen3.5 has a file of Python for mlx-lm
+    model, _ = load_model(
+        Path(request["model"]), trust_remote_code=True
+    )  # Qwen3.5 has a file of Python for mlx-lm
 
     def read(cache, tokens: list[int]) -> int:
         return int(mx.argmax(model(mx.array([tokens]), cache=cache)[0, -1]))
@@ -126,14 +153,24 @@ def mlx(request: dict) -> dict:
 def vllm(request: dict) -> dict:
     """vLLM in this process, all prompts at once."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
-    os.environ |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}  # speed beyond a teacher's positions is asked for, too
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    os.environ |= {
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"
+    }  # speed beyond a teacher's positions is asked for, too
     from vllm import LLM, SamplingParams, __version__
 
-    longest = max(*request["contexts"], *(len(prompt) + request["new"] for prompt in request["prompts"]), 0)
+    longest = max(
+        *request["contexts"], *(len(prompt) + request["new"] for prompt in request["prompts"]), 0
+    )
     options = {"max_num_batched_tokens": STEP, "max_num_seqs": 16, "skip_tokenizer_init": True}
     if request["is_attention"]:
-        options["prefix_cache_retention_interval"] = None  # what is before a window anywhere in a prompt, too
+        options["prefix_cache_retention_interval"] = (
+            None  # what is before a window anywhere in a prompt, too
+        )
     else:
         options |= {"enforce_eager": True, "enable_prefix_caching": False}
     llm = LLM(request["model"], dtype=request["dtype"], max_model_len=longest, **options)
@@ -141,17 +178,27 @@ def vllm(request: dict) -> dict:
     sampling = SamplingParams(max_tokens=request["new"], **writing)
     answers = []
     for prompts in (request["prompts"], request["again"]):
-        answers += llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    found = {"version": __version__, "tokens": [list(answer.outputs[0].token_ids) for answer in answers]}
+        answers += llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        )
+    found = {
+        "version": __version__,
+        "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+    }
     if request["again"]:
         found["cached"] = answers[-1].num_cached_tokens
-    engine, found["speed"], found["bytes"] = llm.llm_engine, {}, {}
+    engine = llm.llm_engine
+    found["speed"] = {}
+    found["bytes"] = {}
     for length in request["contexts"]:
         sampling = SamplingParams(max_tokens=SPOKEN, **writing)
         engine.add_request(str(length), {"prompt_token_ids": [5] * (length - SPOKEN)}, sampling)
-        while not any(output.outputs for output in engine.step()):  # until all of the context is read
+        while not any(
+            output.outputs for output in engine.step()
+        ):  # until all of the context is read
             pass
-        found["speed"][length], found["bytes"][length] = measured(engine.step), allocated(engine)
+        found["speed"][length] = measured(engine.step)
+        found["bytes"][length] = allocated(engine)
         engine.abort_request([str(length)])
         engine.step()
     return found
@@ -160,9 +207,12 @@ def vllm(request: dict) -> dict:
 def allocated(engine) -> int:
     """Bytes of the blocks that sequences have in vLLM."""
     manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
-    blocks, groups = manager.block_pool, manager.kv_cache_config.kv_cache_groups
+    blocks = manager.block_pool
+    groups = manager.kv_cache_config.kv_cache_groups
     used = blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks()  # the first block is none
-    return used * max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
+    return used * max(
+        len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups
+    )
 
 
 def measured(step) -> float:

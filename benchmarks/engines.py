@@ -119,22 +119,37 @@ class Small(NamedTuple):
 FULL = {"full_attention_heads": [[1], [], [0, 1], [0]]}
 FIRST = {"sliding_window": 32, "num_sink_tokens": 4}
 WINDOW = {"layer_types": ["sliding_memory"] * 4, **FIRST}
-KEPT = {"layer_types": ["sliding_heads"] * 4, "num_kept_tokens": [20, 8, 20, 40], "kept_block_size": 16}
+KEPT = {
+    "layer_types": ["sliding_heads"] * 4,
+    "num_kept_tokens": [20, 8, 20, 40],
+    "kept_block_size": 16,
+}
 VIRTUAL = {"sliding_window": 32, "num_sink_tokens": 0, "virtual_token": True}
 KINDS = {
     "Gated DeltaNet": Small("deltanet", {**GATED_DELTANET, **SQUARE}),
     "Gated DeltaNet, attention": Small("deltanet", {**GATED_DELTANET, **SQUARE, **HYBRID}),
     "Gated DeltaNet, attention with q/k norm": Small(
-        "deltanet", {**GATED_DELTANET, **SQUARE, **HYBRID, "use_qk_norm": True, "memory_qk_norm": False}
+        "deltanet",
+        {**GATED_DELTANET, **SQUARE, **HYBRID, "use_qk_norm": True, "memory_qk_norm": False},
     ),
     "DeltaNet": Small("deltanet", {"output_gate": "silu", **SQUARE}),
     "DeltaNet, negative eigenvalues": Small(
-        "deltanet", {"output_gate": "silu", "allow_negative_eigenvalues": True, "output_norm_eps": 1e-5, **SQUARE}
+        "deltanet",
+        {
+            "output_gate": "silu",
+            "allow_negative_eigenvalues": True,
+            "output_norm_eps": 1e-5,
+            **SQUARE,
+        },
     ),
     "KDA": Small("deltanet", {"gate": "vector", **SQUARE}),
-    "KDA, low-rank gate": Small("deltanet", {"gate": "vector", "output_gate_low_rank_dim": 16, **SQUARE}, "kimi"),
+    "KDA, low-rank gate": Small(
+        "deltanet", {"gate": "vector", "output_gate_low_rank_dim": 16, **SQUARE}, "kimi"
+    ),
     "Mamba-2": Small("gated", {"gate": "mamba2"}),
-    "Mamba-2, attention": Small("gated", {"gate": "mamba2", "linear_num_value_heads": 2, **SQUARE, **HYBRID}),
+    "Mamba-2, attention": Small(
+        "gated", {"gate": "mamba2", "linear_num_value_heads": 2, **SQUARE, **HYBRID}
+    ),
     "Mamba-2, no MLP": Small("gated", {"gate": "mamba2", "intermediate_size": 0}),
     "Linear Transformer": Small("linear", {}),
     "retention": Small("gated", {"gate": "retention"}),
@@ -158,7 +173,9 @@ KINDS = {
         "transformer", {**WINDOWS, "layer_types": ["sliding_heads"] * 3 + ["full_attention"]}
     ),
     "a memory beside a window": Small("deltanet", {"gate": "scalar", **WINDOW}),
-    "a memory beside a window and full heads": Small("deltanet", {"gate": "scalar", **WINDOW, **FULL}),
+    "a memory beside a window and full heads": Small(
+        "deltanet", {"gate": "scalar", **WINDOW, **FULL}
+    ),
 }
 
 
@@ -178,12 +195,21 @@ def small_models() -> dict[str, PreTrainedModel]:
 def random_models(layers: int) -> dict[str, PreTrainedModel]:
     """A Llama and its students, untrained."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
-    config = LlamaConfig(**sizes, vocab_size=8192, num_hidden_layers=layers, max_position_embeddings=65536)
+    sizes = {
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+    }
+    config = LlamaConfig(
+        **sizes, vocab_size=8192, num_hidden_layers=layers, max_position_embeddings=65536
+    )
     config.initializer_range = 0.05  # so that greedy tokens are not all the same
     models: dict[str, PreTrainedModel] = {"teacher": LlamaForCausalLM(config).eval()}
     for name, (to, keeps, options) in STUDENTS.items():
-        models[name] = make_student(models["teacher"], to, keep=range(3, layers, 4) if keeps else (), **options)
+        models[name] = make_student(
+            models["teacher"], to, keep=range(3, layers, 4) if keeps else (), **options
+        )
         carry_over(models[name], models["teacher"])
     return models
 
@@ -192,13 +218,16 @@ def greedy(model: PreTrainedModel, prompts: list[list[int]], new: int) -> list[l
     """What transformers writes after each prompt."""
     options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     options["eos_token_id"] = model.config.vocab_size  # never: engines go on, too
-    rows = (model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts)
+    rows = (
+        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts
+    )
     return [row.tolist() for row in rows]
 
 
 def write_llama(model: PreTrainedModel, file: Path) -> None:
     """A teacher as GGUF, for llama.cpp, with the tokenizer beside it."""
-    config, kind = model.config, gguf.MODEL_ARCH.LLAMA
+    config = model.config
+    kind = gguf.MODEL_ARCH.LLAMA
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -217,7 +246,9 @@ def write_llama(model: PreTrainedModel, file: Path) -> None:
         for part, count in heads.items():
             if part in name:
                 x = x.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), x.float().contiguous().numpy())
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight",)), x.float().contiguous().numpy()
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -226,11 +257,17 @@ def write_llama(model: PreTrainedModel, file: Path) -> None:
 
 def some_tokenizer(words: int) -> PreTrainedTokenizerFast:
     """One of so many words, since the server of llama.cpp wants a tokenizer."""
-    letters = sorted(filter(str.isascii, ByteLevel.alphabet()))  # the server drops what is a part of a letter
+    letters = sorted(
+        filter(str.isascii, ByteLevel.alphabet())
+    )  # the server drops what is a part of a letter
     names = [*letters, letters[0] + letters[1], *(f"<{i}>" for i in range(len(letters) + 1, words))]
-    tokenizer = Tokenizer(BPE({name: i for i, name in enumerate(names)}, [(letters[0], letters[1])]))
+    tokenizer = Tokenizer(
+        BPE({name: i for i, name in enumerate(names)}, [(letters[0], letters[1])])
+    )
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=names[-1])  # else GGUF's default, a usual word
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=names[-1]
+    )  # else GGUF's default, a usual word
 
 
 def files_of(model: PreTrainedModel, tokenizer, folder: Path, target: str) -> dict[str, Path]:
@@ -242,7 +279,12 @@ def files_of(model: PreTrainedModel, tokenizer, folder: Path, target: str) -> di
         flat = {"rope_theta": config["rope_parameters"]["rope_theta"]}  # where mlx-lm looks for it
         (folder / "config.json").write_text(json.dumps(config | flat))
         write_llama(model, folder / "model.gguf")
-        return {"transformers": folder, "llama.cpp": folder / "model.gguf", "MLX": folder, "vLLM": folder}
+        return {
+            "transformers": folder,
+            "llama.cpp": folder / "model.gguf",
+            "MLX": folder,
+            "vLLM": folder,
+        }
     own = folder.with_name("own")
     model.save_pretrained(own)
     tokenizer.save_pretrained(own)
@@ -255,12 +297,15 @@ def files_of(model: PreTrainedModel, tokenizer, folder: Path, target: str) -> di
 def exported(model: PreTrainedModel, own: Path, folder: Path, target: str) -> dict[str, Path]:
     """The same of what an export of the model in `own` writes."""
     found = find_target(model.config, target)
-    faults, file = found.engines(model.config), folder.with_suffix(".gguf")
+    faults = found.engines(model.config)
+    file = folder.with_suffix(".gguf")
     written = found.name in LAYOUTS and not faults["llama.cpp"]
     export_model(own, folder, found.name, gguf=file if written else None)
     engines = {"transformers": folder} | ({"llama.cpp": file} if written else {})
     engines |= {"MLX": folder} if faults.get("MLX", "not there") == "" else {}
-    return engines | ({"vLLM": folder} if found.name in IN_VLLM or model.dtype == torch.bfloat16 else {})
+    return engines | (
+        {"vLLM": folder} if found.name in IN_VLLM or model.dtype == torch.bfloat16 else {}
+    )
 
 
 def run(engine: str, environment: Path, request: dict) -> dict:
@@ -280,7 +325,8 @@ def run(engine: str, environment: Path, request: dict) -> dict:
 def build(environments: Path) -> None:
     """An environment for each engine, as it is where it was built before from the same packages."""
     for engine, calls in INSTALLED.items():
-        folder, mark = environments / engine, environments / engine / "installed.json"
+        folder = environments / engine
+        mark = environments / engine / "installed.json"
         if mark.exists() and json.loads(mark.read_text()) == calls:
             print(f"{engine}: {folder} is there", flush=True)
             continue
@@ -298,7 +344,9 @@ def measure(
     model: PreTrainedModel, tokenizer, target: str, request: dict, environments: dict[str, Path]
 ) -> Iterator[dict]:
     """One row for each engine that is there."""
-    config, new, contexts = model.config, request["new"], request["contexts"]
+    config = model.config
+    new = request["new"]
+    contexts = request["contexts"]
     prompts = [*request["prompts"], *request["again"]]
     expected = greedy(model, prompts, new)
     is_teacher = config.model_type == "llama"
@@ -310,28 +358,49 @@ def measure(
                 continue
             if program == "transformers":
                 again = AutoModelForCausalLM.from_pretrained(path, dtype=model.dtype)
-                answer = {"version": transformers.__version__, "tokens": greedy(again, prompts, new)}
+                answer = {
+                    "version": transformers.__version__,
+                    "tokens": greedy(again, prompts, new),
+                }
                 answer |= {"speed": {}, "bytes": {}}
             else:
                 most = LONGEST.get(program, math.inf)
                 asked = {"contexts": [n for n in contexts if n <= most], "model": str(path)}
-                asked |= {name: [prompt for prompt in request[name] if len(prompt) <= most] for name in PROMPTS}
+                asked |= {
+                    name: [prompt for prompt in request[name] if len(prompt) <= most]
+                    for name in PROMPTS
+                }
                 answer = run(program, environments[program], {**request, **asked})
             tokens = iter(answer.pop("tokens"))
-            rows = [row for prompt, row in zip(prompts, expected) if len(prompt) <= LONGEST.get(program, math.inf)]
-            if program == "llama.cpp" and tokenizer is not None:  # told to go on, it never writes the end of a text
+            rows = [
+                row
+                for prompt, row in zip(prompts, expected)
+                if len(prompt) <= LONGEST.get(program, math.inf)
+            ]
+            if (
+                program == "llama.cpp" and tokenizer is not None
+            ):  # told to go on, it never writes the end of a text
                 end = tokenizer.eos_token_id
                 rows = [row[: row.index(end)] if end in row else row for row in rows]
-            same = sum(a == b for ours, row in zip(rows, tokens, strict=True) for a, b in zip(ours, row))
+            same = sum(
+                a == b for ours, row in zip(rows, tokens, strict=True) for a, b in zip(ours, row)
+            )
             card = {length: cache_bytes(config, int(length)) for length in answer.get("bytes", {})}
-            yield {"engine": engine, "same": same, "of": sum(map(len, rows)), **answer, "card": card}
+            yield {
+                "engine": engine,
+                "same": same,
+                "of": sum(map(len, rows)),
+                **answer,
+                "card": card,
+            }
 
 
 def described(row: dict) -> str:
     """A row in a line."""
     speed = "  ".join(f"{length}: {x:.1f}" for length, x in row["speed"].items())
     cache = "  ".join(
-        f"{length}: {x / 1e6:.1f} of {row['card'][length] / 1e6:.1f}" for length, x in row["bytes"].items()
+        f"{length}: {x / 1e6:.1f} of {row['card'][length] / 1e6:.1f}"
+        for length, x in row["bytes"].items()
     )
     parts = {"tokens/s": speed, "cache, MB": cache, "read before": str(row.get("cached") or "")}
     counted = "".join(f"  {name} {text}" for name, text in parts.items() if text)
@@ -343,7 +412,11 @@ def draw(tables: dict[str, list[dict]], file: Path) -> None:
     timed = {name: [row for row in rows if row["speed"]] for name, rows in tables.items()}
     timed = {name: rows for name, rows in timed.items() if rows}
     engines = sorted({row["engine"] for rows in timed.values() for row in rows})
-    size = {"figsize": (4.5 * len(engines), 3.4 * len(timed)), "layout": "constrained", "squeeze": False}
+    size = {
+        "figsize": (4.5 * len(engines), 3.4 * len(timed)),
+        "layout": "constrained",
+        "squeeze": False,
+    }
     figure, grid = plt.subplots(len(timed), len(engines), **size)
     for axes, (table, rows) in zip(grid, timed.items()):
         for axis, engine in zip(axes, engines):
@@ -353,7 +426,12 @@ def draw(tables: dict[str, list[dict]], file: Path) -> None:
                 style = "--" if row["model"] == "teacher" else "-"
                 lengths = [int(n) for n in row["speed"]]
                 axis.plot(lengths, row["speed"].values(), style, marker="o", label=row["model"])
-            axis.set(xscale="log", title=f"{engine}, {table}", ylabel="tokens/s, one thread", ylim=(0, None))
+            axis.set(
+                xscale="log",
+                title=f"{engine}, {table}",
+                ylabel="tokens/s, one thread",
+                ylim=(0, None),
+            )
             axis.set_xticks(CONTEXTS, [f"{n:,}" for n in CONTEXTS])
             axis.minorticks_off()
             axis.set(xlabel="context, tokens")
@@ -367,7 +445,9 @@ def keep(table: str, row: dict) -> None:
     file = RESULTS / "engines.json"
     tables = json.loads(file.read_text()) if file.exists() else {}
     key = ("model", "engine", "dtype")
-    others = [other for other in tables.get(table, []) if any(other[name] != row[name] for name in key)]
+    others = [
+        other for other in tables.get(table, []) if any(other[name] != row[name] for name in key)
+    ]
     tables[table] = [*others, row]
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(tables, indent=1) + "\n")
@@ -378,12 +458,20 @@ def keep(table: str, row: dict) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--teacher", help="folder or GGUF file; default: random models")
-    parser.add_argument("--student", type=Path, action="append", default=[], help="folder; may be repeated")
-    parser.add_argument("--tables", nargs="*", default=["small", "random"], choices=["small", "random"])
+    parser.add_argument(
+        "--student", type=Path, action="append", default=[], help="folder; may be repeated"
+    )
+    parser.add_argument(
+        "--tables", nargs="*", default=["small", "random"], choices=["small", "random"]
+    )
     parser.add_argument("--models", nargs="*", help="rows of these tables; default: all")
-    parser.add_argument("--environments", type=Path, default=Path(".engines"), help="folder of the engines")
+    parser.add_argument(
+        "--environments", type=Path, default=Path(".engines"), help="folder of the engines"
+    )
     parser.add_argument(
         "--build",
         action="store_true",
@@ -391,9 +479,14 @@ def parse() -> argparse.Namespace:
         "PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS name, and for vLLM's torch also https://download.pytorch.org/whl/cpu",
     )
     parser.add_argument(
-        "--engines", nargs="*", default=["transformers", *INSTALLED], choices=["transformers", *INSTALLED]
+        "--engines",
+        nargs="*",
+        default=["transformers", *INSTALLED],
+        choices=["transformers", *INSTALLED],
     )
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of all models")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of all models"
+    )
     parser.add_argument("--layers", type=int, default=4, help="of random models of SmolLM2's width")
     parser.add_argument("--new", type=int, default=24, help="tokens after each prompt")
     parser.add_argument("--prompts", type=int, help="how many; default: all")
@@ -415,7 +508,10 @@ def tables_of(arguments: argparse.Namespace) -> Iterator[Table]:
     """The tables that are asked for."""
     if arguments.teacher or arguments.student:
         models = {"teacher": load_teacher(arguments.teacher)} if arguments.teacher else {}
-        models |= {name_of(folder): AutoModelForCausalLM.from_pretrained(folder) for folder in arguments.student}
+        models |= {
+            name_of(folder): AutoModelForCausalLM.from_pretrained(folder)
+            for folder in arguments.student
+        }
         tokenizer = load_tokenizer(arguments.teacher or arguments.student[0])
         texts = [*TEXTS, "".join(map(Path.read_text, sorted(DOCUMENTS.glob("*.md"))))]
         prompts = [tokenizer(text).input_ids[:LONG] for text in texts]
@@ -424,8 +520,16 @@ def tables_of(arguments: argparse.Namespace) -> Iterator[Table]:
     for table in arguments.tables:
         models = small_models() if table == "small" else random_models(arguments.layers)
         words = next(iter(models.values())).config.vocab_size
-        lengths, contexts = (LENGTHS, []) if table == "small" else ((*LENGTHS, LONG), arguments.contexts)
-        yield Table(table, models, some_tokenizer(words), [random_prompt(n, words) for n in lengths], contexts)
+        lengths, contexts = (
+            (LENGTHS, []) if table == "small" else ((*LENGTHS, LONG), arguments.contexts)
+        )
+        yield Table(
+            table,
+            models,
+            some_tokenizer(words),
+            [random_prompt(n, words) for n in lengths],
+            contexts,
+        )
 
 
 def name_of(student: Path) -> str:
@@ -435,7 +539,9 @@ def name_of(student: Path) -> str:
 
 def random_prompt(length: int, words: int) -> list[int]:
     """A prompt of any tokens but the first three."""
-    return torch.randint(3, words, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    return torch.randint(
+        3, words, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
 
 
 def main() -> None:
@@ -445,13 +551,21 @@ def main() -> None:
         build(arguments.environments)
     torch.set_num_threads(1)
     environments = {name: arguments.environments / name for name in arguments.engines}
-    environments = {name: x for name, x in environments.items() if name == "transformers" or x.exists()}
+    environments = {
+        name: x for name, x in environments.items() if name == "transformers" or x.exists()
+    }
     RESULTS.mkdir(exist_ok=True)
-    about = {"dtype": arguments.dtype, "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread"}
+    about = {
+        "dtype": arguments.dtype,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread",
+    }
     about["command"] = shlex.join(["python", "benchmarks/engines.py", *sys.argv[1:]])
     for table in tables_of(arguments):
         longest = table.prompts[-1]
-        request = {"prompts": table.prompts[: arguments.prompts], "again": [[*longest[: len(longest) // 2], 5, 6, 7]]}
+        request = {
+            "prompts": table.prompts[: arguments.prompts],
+            "again": [[*longest[: len(longest) // 2], 5, 6, 7]],
+        }
         request |= {"new": arguments.new, "contexts": table.contexts, "dtype": arguments.dtype}
         for name, model in table.models.items():
             if arguments.models and name not in arguments.models:

@@ -20,7 +20,14 @@ from hf_memory.cli import load
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
+LAYOUT = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 ONE_TOKEN = r"(?:\bT|\blength|\.shape\[1\]) (?:==|!=|>) 1\b"
 OF_FAMILIES = r"(?:Model|For\w+|Config)$"  # classes that docs/hooks.py describes
@@ -33,7 +40,9 @@ def code_tokens(file: Path) -> int:
     docstrings = {body[0].lineno for body in bodies if body and is_text(body[0])}
     with file.open("rb") as source:
         tokens = [token for token in tokenize.tokenize(source.readline) if token.type not in LAYOUT]
-    texts = [token for token in tokens if token.type == tokenize.STRING and token.start[0] in docstrings]
+    texts = [
+        token for token in tokens if token.type == tokenize.STRING and token.start[0] in docstrings
+    ]
     return len(tokens) - 1 - len(texts)  # without the end of the file
 
 
@@ -49,7 +58,11 @@ def tuple_assignments(file: Path) -> int:
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
         values = node.value.elts
-        targets = [x.elts for x in node.targets if isinstance(x, ast.Tuple) and len(x.elts) == len(values) >= 2]
+        targets = [
+            x.elts
+            for x in node.targets
+            if isinstance(x, ast.Tuple) and len(x.elts) == len(values) >= 2
+        ]
         named = [sorted(map(ast.unparse, elements)) for elements in targets]
         found += any(names != sorted(map(ast.unparse, values)) for names in named)
     return found
@@ -58,8 +71,18 @@ def tuple_assignments(file: Path) -> int:
 def exports(file: Path) -> list[str]:
     """The names in a literal `__all__` of a file."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    lists = [x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__"]
-    return [ast.literal_eval(x) for values in lists if isinstance(values, ast.List) for x in values.elts if is_name(x)]
+    lists = [
+        x.value
+        for x in tree.body
+        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__"
+    ]
+    return [
+        ast.literal_eval(x)
+        for values in lists
+        if isinstance(values, ast.List)
+        for x in values.elts
+        if is_name(x)
+    ]
 
 
 def is_name(element: ast.expr) -> bool:
@@ -85,9 +108,13 @@ def measures() -> list[tuple[str, str, str, str]]:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     below = [name for file in SOURCES if file.parent.name != "hf_memory" for name in exports(file)]
     names = {*hf_memory.__all__, *below}
-    unnamed = sorted(x for x in names if not re.search(rf"\b{x}\b", pages) and not re.search(OF_FAMILIES, x))
+    unnamed = sorted(
+        x for x in names if not re.search(rf"\b{x}\b", pages) and not re.search(OF_FAMILIES, x)
+    )
     commands = " / ".join(str(arguments(name)) for name in ("convert", "evaluate", "fine-tune"))
-    benchmarks = chain((ROOT / "benchmarks").glob("*.py"), (ROOT / "benchmarks").glob("claims/*.py"))
+    benchmarks = chain(
+        (ROOT / "benchmarks").glob("*.py"), (ROOT / "benchmarks").glob("claims/*.py")
+    )
     written = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in benchmarks)
     packed = sum(map(tuple_assignments, SOURCES))
     rewritten = matches(r"\breplace\(plan\b") + matches(r"\breplace\(self\b", "plan.py")
@@ -97,7 +124,12 @@ def measures() -> list[tuple[str, str, str, str]]:
         ("tokens a line", "8.1", "<= 6.5", f"{tokens / lines:.1f}"),
         ("tuple assignments of unrelated values", "811", "<= 150", str(packed)),
         ("exported names at top level / in subpackages", "51 / 186", "all in the docs", said),
-        ("arguments of convert / evaluate / fine-tune", "32 / 20 / 19", "<= 22 / 14 / 14", commands),
+        (
+            "arguments of convert / evaluate / fine-tune",
+            "32 / 20 / 19",
+            "<= 22 / 14 / 14",
+            commands,
+        ),
         ('places that ask "is this one token?"', "about 10", "2", str(matches(ONE_TOKEN))),
         ("times a Plan is rewritten", "5", "0", str(rewritten)),
         ("lines under benchmarks", "9,249", "<= 6,500", f"{written:,}"),

@@ -27,7 +27,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.ops import OPS, Op
-from hf_memory.ops.retention import retained_attention
+from hf_memory.ops.kv_eviction import retained_attention
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.short_convolution import convolution_step
 
@@ -43,7 +43,12 @@ VARIANTS = {  # further arguments of `example`
 }
 SIZES = [(D, dtype) for D in (64, 128, 256) for dtype in (torch.bfloat16, torch.float32)]
 LENGTHS = (1, 64, 1024)  # decoding, one segment, and two (ops/triton/segments.py)
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
 TRITONS = Path(__file__).resolve().parent.parent / ".tritons"
 
 
@@ -98,7 +103,9 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         if not self.blocks:
             return f"{self.name:60} {self.architecture:>7} FAILED: needs {self.shared_bytes} bytes of shared memory"
-        printed = f"{self.name:60} {self.architecture:>7} {self.registers:>9} {self.shared_bytes:>8}"
+        printed = (
+            f"{self.name:60} {self.architecture:>7} {self.registers:>9} {self.shared_bytes:>8}"
+        )
         return f"{printed} {self.spilled_bytes:>8} {self.blocks:>7} {self.occupancy:>6.0%}"
 
 
@@ -115,13 +122,15 @@ class Launch(NamedTuple):
 @cache
 def launches(only: tuple[str, ...], architecture: str) -> list[Launch]:
     """What ops launch in both passes at usual sizes, each specialisation once; nothing is computed."""
-    memories, number = (
-        import_module("hf_memory.ops.neural_memory.kernels.launch"),
-        int(architecture.removeprefix("sm_")),
-    )
+    memories = import_module("hf_memory.ops.neural_memory.kernels.launch")
+    number = int(architecture.removeprefix("sm_"))
     with patch.object(memories, "architecture", lambda device: number):
         asked = ((name, call) for name, call in calls() if any(part in name for part in only))
-        made = [launch._replace(name=f"{launch.name} {name}") for name, call in asked for launch in recorded(call)]
+        made = [
+            launch._replace(name=f"{launch.name} {name}")
+            for name, call in asked
+            for launch in recorded(call)
+        ]
     found: dict[str, Launch] = {}
     for launch in made:
         found.setdefault(f"{launch.kernel} {specialisation(launch)}", launch)
@@ -134,18 +143,32 @@ def calls() -> Iterator[tuple[str, Callable]]:
     for module in (*(f"{name}.kernels" for name in packages), "triton.one_token"):
         import_module(f"hf_memory.ops.{module}")  # before `recorded` says that Triton interprets
     for op in OPS_WITH_KERNELS.values():
-        for variant, (D, dtype), T in product((*op.variants, *VARIANTS.get(op.name, ())), SIZES, LENGTHS):
-            about = " ".join(name if x is True else str(x) for name, x in variant.items() if x is not False)
+        for variant, (D, dtype), T in product(
+            (*op.variants, *VARIANTS.get(op.name, ())), SIZES, LENGTHS
+        ):
+            about = " ".join(
+                name if x is True else str(x) for name, x in variant.items() if x is not False
+            )
             sizes = {"B": 1, "T": T, "H": 8, "K": D, "V": D, "dtype": dtype, **variant}
             yield f"{op.name} {about} {D} {str(dtype)[6:]}", partial(_call, op, sizes)
     for dtype in (torch.bfloat16, torch.float32):
-        x, state, weight = (torch.zeros(shape, dtype=dtype) for shape in ((1, 1, 512), (1, 3, 512), (512, 4)))
+        x, state, weight = (
+            torch.zeros(shape, dtype=dtype) for shape in ((1, 1, 512), (1, 3, 512), (512, 4))
+        )
         options = {"silu": True, "in_place": True, "backend": "triton"}
-        yield f"short_convolution 512 {str(dtype)[6:]}", partial(convolution_step, x, state, weight, **options)
-        k, factor = torch.zeros(1, 1, 8, 64, dtype=dtype), torch.zeros(8, 64, dtype=dtype)
+        yield (
+            f"short_convolution 512 {str(dtype)[6:]}",
+            partial(convolution_step, x, state, weight, **options),
+        )
+        k = torch.zeros(1, 1, 8, 64, dtype=dtype)
+        factor = torch.zeros(8, 64, dtype=dtype)
         gates = partial(rwkv7_gates, k, k, k, factor, factor, erasure=1.0, backend="triton")
         yield f"rwkv7_gates 64 {str(dtype)[6:]}", gates
-    for D, stay, dtype in ((64, 240, torch.bfloat16), (128, 240, torch.bfloat16), (32, 112, torch.float32)):
+    for D, stay, dtype in (
+        (64, 240, torch.bfloat16),
+        (128, 240, torch.bfloat16),
+        (32, 112, torch.float32),
+    ):
         yield f"retention {D} {str(dtype)[6:]}", partial(_call_retention, D, stay, dtype)
 
 
@@ -164,11 +187,15 @@ def _call(op: Op, sizes: dict) -> None:
 
 def _call_retention(D: int, stay: int, dtype: torch.dtype) -> None:
     """A call of kept tokens and its backward."""
-    q, k = torch.zeros(1, 64, 16, D, dtype=dtype), torch.zeros(1, 4, stay + 64, D, dtype=dtype)
-    number, asks = torch.zeros(1, 4, stay + 64, dtype=torch.int32), torch.ones(1, 64)
+    q = torch.zeros(1, 64, 16, D, dtype=dtype)
+    k = torch.zeros(1, 4, stay + 64, D, dtype=dtype)
+    number = torch.zeros(1, 4, stay + 64, dtype=torch.int32)
+    asks = torch.ones(1, 64)
     how = {"block": 16, "first": 4, "window": 32, "decay": 0.8, "scale": 0.1, "backend": "triton"}
     with torch.enable_grad():
-        retained_attention(q.requires_grad_(), k, k, number, number.float(), asks, **how)[0].sum().backward()
+        retained_attention(q.requires_grad_(), k, k, number, number.float(), asks, **how)[
+            0
+        ].sum().backward()
 
 
 def recorded(call: Callable) -> list[Launch]:
@@ -183,7 +210,11 @@ def recorded(call: Callable) -> list[Launch]:
         arguments = inspect.signature(kernel.fn).bind(*args, **given).arguments
         found.append(Launch(kernel.__name__, kernel, arguments, options, grid))
 
-    with patch.object(JITFunction, "run", record), knobs.runtime.scope(), torch.set_grad_enabled(False):
+    with (
+        patch.object(JITFunction, "run", record),
+        knobs.runtime.scope(),
+        torch.set_grad_enabled(False),
+    ):
         knobs.runtime.interpret = True  # then ops let tensors on the CPU pass
         try:
             call()
@@ -228,12 +259,25 @@ def compile_launch(launch: Launch, architecture: str) -> Report:
     """Compile for an architecture; raises what Triton or ptxas raise."""
     number = int(architecture.removeprefix("sm_"))
     compiled = compiled_launch(launch, number)
-    if narrow := re.search(r'"tt\.scan"(?:(?!"tt\.)[\s\S])*?\}\) : \((tensor<\d+x1x\w+>)', compiled.asm["ttir"]):
-        raise ValueError(f"{launch.name} scans a {narrow[1]}, which Triton before 3.7 does not compile")
+    if narrow := re.search(
+        r'"tt\.scan"(?:(?!"tt\.)[\s\S])*?\}\) : \((tensor<\d+x1x\w+>)', compiled.asm["ttir"]
+    ):
+        raise ValueError(
+            f"{launch.name} scans a {narrow[1]}, which Triton before 3.7 does not compile"
+        )
     if (columns := getattr(compiled.metadata, "tmem_size", 0)) > TENSOR_MEMORY:
-        raise ValueError(f"{launch.name} needs {columns} columns of tensor memory, and Triton makes code that traps")
+        raise ValueError(
+            f"{launch.name} needs {columns} columns of tensor memory, and Triton makes code that traps"
+        )
     registers, spilled = assemble(compiled.asm["ptx"], number)
-    return Report(launch.name, architecture, registers, compiled.metadata.shared, spilled, compiled.metadata.num_warps)
+    return Report(
+        launch.name,
+        architecture,
+        registers,
+        compiled.metadata.shared,
+        spilled,
+        compiled.metadata.num_warps,
+    )
 
 
 def assemble(ptx: str, architecture: int) -> tuple[int, int]:
@@ -246,7 +290,9 @@ def assemble(ptx: str, architecture: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "kernel.ptx").write_text(ptx)
         command = [ptxas.path, "-v", f"--gpu-name={target}", "kernel.ptx", "-o", "kernel.cubin"]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stderr
+        printed = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=folder
+        ).stderr
     return int(re.findall(r"Used (\d+) registers", printed)[0]), sum(
         int(n) for n in re.findall(r"(\d+) bytes spill stores", printed)
     )
@@ -259,7 +305,10 @@ def line_of(place: int, only: tuple[str, ...], architecture: str) -> tuple[str, 
         report = compile_launch(launch, architecture)
     except Exception as failed:  # whatever a compiler raises is a line of the table
         reason = " ".join(str(failed).split())[-200:]
-        return f"{launch.name:60} {architecture:>7} FAILED: {type(failed).__name__}: {reason}", False
+        return (
+            f"{launch.name:60} {architecture:>7} FAILED: {type(failed).__name__}: {reason}",
+            False,
+        )
     return str(report), report.blocks > 0
 
 
@@ -267,12 +316,22 @@ def with_triton(version: str) -> int:
     """Run this command with another version of Triton; its exit status."""
     folder = TRITONS / version
     if not folder.exists():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={folder}.partial"]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            f"--target={folder}.partial",
+        ]
         subprocess.run([*install, f"triton=={version}"], check=True)
         Path(f"{folder}.partial").rename(folder)
     given = sys.argv[1 : sys.argv.index("--triton")]
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run([sys.executable, __file__, *given], env={**os.environ, "PYTHONPATH": path}).returncode
+    return subprocess.run(
+        [sys.executable, __file__, *given], env={**os.environ, "PYTHONPATH": path}
+    ).returncode
 
 
 def main() -> None:
@@ -280,23 +339,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", nargs="+", default=list(LIMITS), choices=list(LIMITS))
     parser.add_argument(
-        "--only", nargs="+", default=[""], help="ops, variants and sizes whose name contains one of these"
+        "--only",
+        nargs="+",
+        default=[""],
+        help="ops, variants and sizes whose name contains one of these",
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="compile so many at the same time")
-    parser.add_argument("--triton", nargs="+", metavar="VERSION", help="the last option: versions to compile with")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="compile so many at the same time"
+    )
+    parser.add_argument(
+        "--triton", nargs="+", metavar="VERSION", help="the last option: versions to compile with"
+    )
     arguments = parser.parse_args()
     if arguments.triton:
         sys.exit(max(with_triton(version) for version in arguments.triton))
-    print(f"{'kernel':60} {'sm':>7} {'registers':>9} {'shared':>8} {'spilled':>8} {'blocks':>7} {'warps':>6}")
+    print(
+        f"{'kernel':60} {'sm':>7} {'registers':>9} {'shared':>8} {'spilled':>8} {'blocks':>7} {'warps':>6}"
+    )
     only = tuple(arguments.only)
     failures = 0
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(line_of, n, only, x) for x in arguments.arch for n in range(len(launches(only, x)))]
+        jobs = [
+            pool.submit(line_of, n, only, x)
+            for x in arguments.arch
+            for n in range(len(launches(only, x)))
+        ]
         for job in as_completed(jobs):
             line, fits = job.result()
             failures += not fits
             print(line, flush=True)
-    print(f"Triton {metadata.version('triton')}: {len(jobs)} compiled, {failures} failed", file=sys.stderr)
+    print(
+        f"Triton {metadata.version('triton')}: {len(jobs)} compiled, {failures} failed",
+        file=sys.stderr,
+    )
     sys.exit(failures > 0)
 
 

@@ -31,17 +31,25 @@ from torch.utils._pytree import tree_flatten, tree_map
 from hf_memory.cache_argument import CACHE, cache_of
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.retention import Retention
+from hf_memory.mixers.kv_eviction import KVEviction
 from hf_memory.ops import OPS
 
 RESULT = Path(__file__).parent / "results" / "on_gpu.json"
 SECONDS = 570
-TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # of the largest number; products of float32 are in tf32x3
+TOLERANCE = {
+    "float32": 1e-3,
+    "bfloat16": 3e-2,
+}  # of the largest number; products of float32 are in tf32x3
 SIZES = ((128, "bfloat16"), (64, "float32"))  # channels of a head, and a dtype
 KEPT = ((128, "bfloat16"), (32, "float32"))  # the same where tokens are kept
 LENGTHS = ({"B": 2, "T": 200}, {"B": 1, "T": 1100})  # the second is cut into segments
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
-WIDTH = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "vocab_size": 32000}
+WIDTH = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "vocab_size": 32000,
+}
 MODELS = {  # options of our configs, and the name of flash-linear-attention's
     "Llama": ("", {}, ""),
     "GLA": ("hf_memory_gated", {"gate": "vector"}, "GLAConfig"),
@@ -74,7 +82,13 @@ def right(device: str, number: int, variant: int, channels: int, dtype: str) -> 
         if op.growth == "token":  # its kernels begin with nothing read
             example |= {"initial_state": None, "mask": None}
         found = difference(op.op, example, dtype, device)
-        yield {"op": op.name, **op.variants[variant], **length, "error": found, "right": found < TOLERANCE[dtype]}
+        yield {
+            "op": op.name,
+            **op.variants[variant],
+            **length,
+            "error": found,
+            "right": found < TOLERANCE[dtype],
+        }
 
 
 def difference(op: Callable, example: dict, dtype: str, device: str) -> float:
@@ -95,18 +109,29 @@ def results_of(op: Callable, arguments: dict, backend: str) -> list:
     """Output, final state, and the gradients of all inputs."""
     o, state = op(**arguments, output_final_state=True, backend=backend)
     outputs = [x for x in tree_flatten((o, state))[0] if x is not None and x.is_floating_point()]
-    inputs = [x for x in tree_flatten(arguments)[0] if isinstance(x, torch.Tensor) and x.requires_grad]
+    inputs = [
+        x for x in tree_flatten(arguments)[0] if isinstance(x, torch.Tensor) and x.requires_grad
+    ]
     generator = torch.Generator(o.device).manual_seed(1)
-    loss = sum((x * torch.randn(x.shape, generator=generator, device=x.device)).sum() for x in outputs)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=generator, device=x.device)).sum() for x in outputs
+    )
     return [*outputs, *torch.autograd.grad(loss, inputs, allow_unused=True)]
 
 
 def kept(device: str, channels: int, dtype: str) -> Iterator[dict]:
     """Kept tokens as in `right`; in bfloat16, whose rounding changes decisions, there is room for all."""
     dropping = dtype == "float32"
-    memory = Retention(32, 4, 76, 16, needs_mass=True) if dropping else Retention(64, 4, 172, 16, needs_mass=True)
+    memory = (
+        KVEviction(32, 4, 76, 16, needs_mass=True)
+        if dropping
+        else KVEviction(64, 4, 172, 16, needs_mass=True)
+    )
     generator = torch.Generator().manual_seed(0)
-    rows = {name: torch.randn(2, 200, n, channels, generator=generator) for name, n in (("q", 4), ("k", 2), ("v", 2))}
+    rows = {
+        name: torch.randn(2, 200, n, channels, generator=generator)
+        for name, n in (("q", 4), ("k", 2), ("v", 2))
+    }
 
     def attend(q, k, v, backend: str, output_final_state: bool) -> tuple:
         form = memory._replace(backend=backend)
@@ -135,7 +160,10 @@ def graph(device: str) -> Iterator[dict]:
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             step()
-        yield {"ms": milliseconds(step, device), "ms_in_a_graph": milliseconds(captured.replay, device)}
+        yield {
+            "ms": milliseconds(step, device),
+            "ms_in_a_graph": milliseconds(captured.replay, device),
+        }
 
 
 def fast(device: str, form: str, is_timed: bool = True) -> Iterator[dict]:
@@ -152,7 +180,11 @@ def fast(device: str, form: str, is_timed: bool = True) -> Iterator[dict]:
     if is_timed:
         x = ops.make_arguments(found, (8, 1, 16, 128), device, dtype)
         with torch.no_grad():
-            yield {"form": form, "tokens": 1, "ms": milliseconds(lambda: found.run(x, "auto"), device)}
+            yield {
+                "form": form,
+                "tokens": 1,
+                "ms": milliseconds(lambda: found.run(x, "auto"), device),
+            }
 
 
 def compile_only(form: Any, shape: tuple, device: str) -> Iterator[dict]:
@@ -160,7 +192,9 @@ def compile_only(form: Any, shape: tuple, device: str) -> Iterator[dict]:
     import ops
 
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    calls = ops.directions(lambda x: form.run(x, "triton"), ops.make_arguments(form, shape, device, dtype))
+    calls = ops.directions(
+        lambda x: form.run(x, "triton"), ops.make_arguments(form, shape, device, dtype)
+    )
     calls["forward+backward"]()
     yield from ()
 
@@ -175,14 +209,19 @@ def attempt(rows: Callable[[], Iterator[dict]]) -> Iterator[dict]:
 
 def model(device: str, name: str, whose: str) -> Iterator[dict]:
     """A training step of 8,192 tokens, a prompt of 8,192 and a token after it."""
-    made, length = model_of(name, whose, device), 2048 if device != "cpu" else 16
+    made = model_of(name, whose, device)
+    length = 2048 if device != "cpu" else 16
     tokens = torch.randint(1000, (4, length), device=device)
 
     def train() -> None:
         made(input_ids=tokens, labels=tokens).loss.backward()
         made.zero_grad()
 
-    row = {"model": name, "whose": whose or "ours", "parameters": sum(x.numel() for x in made.parameters())}
+    row = {
+        "model": name,
+        "whose": whose or "ours",
+        "parameters": sum(x.numel() for x in made.parameters()),
+    }
     yield {**row, "what": "training step", "ms": milliseconds(train, device)}
     with torch.no_grad():
         prompt = tokens.view(1, -1)
@@ -203,12 +242,18 @@ def model_of(name: str, whose: str, device: str) -> Any:
     import hf_memory  # noqa: F401  (registers the families)
 
     model_type, options, theirs = MODELS[name]
-    sizes = WIDTH if device != "cpu" else {**WIDTH, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
+    sizes = (
+        WIDTH
+        if device != "cpu"
+        else {**WIDTH, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
+    )
     if whose == "fla":
         import fla.models
 
         heads = {"num_heads": sizes["num_attention_heads"]}
-        config = getattr(fla.models, theirs)(**{k: x for k, x in sizes.items() if "attention" not in k}, **heads)
+        config = getattr(fla.models, theirs)(
+            **{k: x for k, x in sizes.items() if "attention" not in k}, **heads
+        )
     elif model_type:
         from transformers import AutoConfig
 
@@ -236,7 +281,9 @@ def shares(device: str, form: str, *shape: int) -> Iterator[dict]:
 
     (found,) = [x for x in ops.FORMS if x.name == form]
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    both = ops.directions(lambda x: found.run(x, "triton"), ops.make_arguments(found, shape, device, dtype))
+    both = ops.directions(
+        lambda x: found.run(x, "triton"), ops.make_arguments(found, shape, device, dtype)
+    )
     both["forward+backward"]()
     yield {"form": form, "shares": ops.shares_of(both["forward+backward"], device)}
 
@@ -258,7 +305,9 @@ def jobs_of(device: str) -> list[Job]:
     """All jobs but `shares`, in their order."""
     from ops import FORMS
 
-    kernels = [(n, i) for n, op in enumerate(OPS) if op.has_kernels for i in range(len(op.variants))]
+    kernels = [
+        (n, i) for n, op in enumerate(OPS) if op.has_kernels for i in range(len(op.variants))
+    ]
     sizes = SIZES if device != "cpu" else ((16, "float32"),)
     models = [(name, "") for name in MODELS]
     if find_spec("fla") and device != "cpu":
@@ -278,14 +327,33 @@ def run(job: Job, device: str, left: float) -> list[dict]:
     """The rows of a job, or one with the reason why there are none."""
     if left < 1:
         return [{"part": job.part, "failed": f"no time was left for {job.name}"}]
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, "--device", device, "--job", json.dumps(job)]
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1" if device == "cpu" else "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        __file__,
+        "--device",
+        device,
+        "--job",
+        json.dumps(job),
+    ]
     limit = min(job.seconds, left)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit, env=environment, check=False
+        )
     except subprocess.TimeoutExpired:
         return [{"part": job.part, "failed": f"{job.name} was stopped after {limit:.0f} s"}]
-    rows = [{"part": job.part, **json.loads(line)} for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = [
+        {"part": job.part, **json.loads(line)}
+        for line in done.stdout.splitlines()
+        if line.startswith("{")
+    ]
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         rows.append({"part": job.part, "failed": f"{job.name}: {said[-1][:300]}"})
@@ -298,7 +366,9 @@ class Table:
     def __init__(self, device: str, file: Path) -> None:
         from ops import hardware
 
-        self.device, self.file, self.start = device, file, time.perf_counter()
+        self.device = device
+        self.file = file
+        self.start = time.perf_counter()
         self.made: dict = {**hardware(device), "rows": []}
         self.rows: list[dict] = self.made["rows"]
 
@@ -315,7 +385,10 @@ class Table:
         """Print rows and write the whole table."""
         for row in rows:
             self.rows.append(row)
-            shown = (f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items())
+            shown = (
+                f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}"
+                for name, x in row.items()
+            )
             print(f"{self.seconds:5.0f} s  {', '.join(shown)}", flush=True)
         partial = self.file.with_suffix(".partial")
         partial.write_text(json.dumps(self.made, indent=1) + "\n")
@@ -325,7 +398,9 @@ class Table:
 def measure(table: Table, jobs: list[Job]) -> None:
     """Jobs that compile most of the time side by side; the others, which are timed, in turn."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for done in as_completed([pool.submit(table.run, job) for job in jobs if job.part in AT_ONCE]):
+        for done in as_completed(
+            [pool.submit(table.run, job) for job in jobs if job.part in AT_ONCE]
+        ):
             table.add(done.result())
     for job in jobs:
         if job.part not in AT_ONCE:
@@ -338,9 +413,13 @@ def measure(table: Table, jobs: list[Job]) -> None:
 
 def main() -> None:
     """Measure everything, or run one job for a process that does."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="a regular expression of jobs, such as 'fast delta'")
+    parser.add_argument(
+        "--only", default="", help="a regular expression of jobs, such as 'fast delta'"
+    )
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=RESULT)
     given = parser.parse_args()
@@ -350,7 +429,9 @@ def main() -> None:
             print(json.dumps(row), flush=True)
         return
     if given.device != "cpu" and not torch.cuda.is_available():
-        sys.exit("on_gpu.py needs a CUDA device, got none; --device cpu tries every part without one")
+        sys.exit(
+            "on_gpu.py needs a CUDA device, got none; --device cpu tries every part without one"
+        )
     table = Table(given.device, given.output)
     measure(table, [job for job in jobs_of(given.device) if re.search(given.only, job.name)])
     wrong = [row for row in table.rows if "failed" in row or row.get("right") is False]

@@ -39,7 +39,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # threads that wait sleep: before torch is imported
 
 import matplotlib.pyplot as plt
 import torch
@@ -54,7 +56,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from hf_memory.ops import delta_rule, deltaformer, linear_attention, neural_memory, ridge_regression
 from hf_memory.ops.delta_rule.chunk import CHUNK as DELTA_CHUNK
 from hf_memory.ops.linear_attention.chunk import CHUNK as LINEAR_CHUNK
-from hf_memory.ops.ridge_regression.chunk import CHUNK as RIDGE_CHUNK
+from hf_memory.ops.variants.ridge_regression.chunk import CHUNK as RIDGE_CHUNK
 
 RESULTS = Path(__file__).parent / "results"
 CUDA_SHAPES = (
@@ -66,9 +68,13 @@ CUDA_SHAPES = (
     (8, 2048, 32, 256),
     (4, 4096, 64, 128),
 )
-MEMORY_CHUNK, EXPANSION = 16, 2
+MEMORY_CHUNK = 16
+EXPANSION = 2
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the norm
-NEIGHBOURS = ("attention (SDPA)", "fla DeltaFormer")  # they compute something else, and are timed all the same
+NEIGHBOURS = (
+    "attention (SDPA)",
+    "fla DeltaFormer",
+)  # they compute something else, and are timed all the same
 KIMI_TOKENS = 1024  # its form needs T C K numbers a head several times
 
 Arguments = dict[str, Tensor]
@@ -165,7 +171,9 @@ def memory(depth: int) -> Form:
         return neural_memory(**rows, weights=weights, chunk_size=MEMORY_CHUNK, backend=backend)[0]
 
     names = ("q", "k", "v", "lr", "momentum", "decay", *(f"weight_{i}" for i in range(depth)))
-    return Form(f"neural memory, depth {depth}", run, names, lambda T, D: memory_operations(sizes(depth, D)))
+    return Form(
+        f"neural memory, depth {depth}", run, names, lambda T, D: memory_operations(sizes(depth, D))
+    )
 
 
 def sizes(depth: int, D: int) -> list[tuple[int, int]]:
@@ -228,8 +236,19 @@ FORMS = (
         linear_operations,
         {"Mamba-2 (transformers)": mamba2, **fla("simple_gla", "chunk_simple_gla")},
     ),
-    Form("linear attention, scalar decay, normalised", linear(True), ("phi_q", "phi_k", "v", "g"), linear_operations),
-    Form("linear attention, vector decay", linear(), (*QKV, "vector_g"), linear_operations, fla("gla", "chunk_gla")),
+    Form(
+        "linear attention, scalar decay, normalised",
+        linear(True),
+        ("phi_q", "phi_k", "v", "g"),
+        linear_operations,
+    ),
+    Form(
+        "linear attention, vector decay",
+        linear(),
+        (*QKV, "vector_g"),
+        linear_operations,
+        fla("gla", "chunk_gla"),
+    ),
     Form(
         "linear attention, vector decay, normalised",
         linear(True),
@@ -248,7 +267,10 @@ FORMS = (
         delta,
         (*QKV, "beta", "g"),
         delta_operations,
-        {"Qwen3-Next (transformers)": qwen3_next, **fla("gated_delta_rule", "chunk_gated_delta_rule")},
+        {
+            "Qwen3-Next (transformers)": qwen3_next,
+            **fla("gated_delta_rule", "chunk_gated_delta_rule"),
+        },
     ),
     Form(
         "delta rule, vector decay",
@@ -264,7 +286,9 @@ FORMS = (
         rank_one_operations,
         fla("gdn2", "chunk_gdn2"),
     ),
-    Form("Comba", comba, (*QKV, "p", "beta", "g"), rank_one_operations, fla("comba", "chunk_comba")),
+    Form(
+        "Comba", comba, (*QKV, "p", "beta", "g"), rank_one_operations, fla("comba", "chunk_comba")
+    ),
     Form(
         "DeltaProduct, two steps",
         delta_product,
@@ -284,7 +308,10 @@ FORMS = (
         lambda x, backend: deltaformer(**x, backend=backend)[0],
         (*QKV, "beta"),
         lambda T, D: 4 * T * D,
-        {"attention (SDPA)": attention, **fla("deltaformer", "deltaformer_attn", called="fla DeltaFormer")},
+        {
+            "attention (SDPA)": attention,
+            **fla("deltaformer", "deltaformer_attn", called="fla DeltaFormer"),
+        },
     ),
     memory(1),
     memory(2),
@@ -300,7 +327,9 @@ NAMES = {
 }  # what the ops call them
 
 
-def make_arguments(form: Form, shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Arguments:
+def make_arguments(
+    form: Form, shape: tuple[int, ...], device: str, dtype: torch.dtype
+) -> Arguments:
     """Random tensors that ask for gradients; gates, strengths and weights in float32."""
     B, T, H, D = shape
     torch.manual_seed(0)
@@ -308,7 +337,8 @@ def make_arguments(form: Form, shape: tuple[int, ...], device: str, dtype: torch
     def random(*sizes: int, like: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*sizes, device=device).to(like)
 
-    rows, gates = (B, T, H, D), (B, T, H)
+    rows = (B, T, H, D)
+    gates = (B, T, H)
     make = {
         "q": lambda: random(*rows, like=dtype),
         "k": lambda: F.normalize(random(*rows), dim=-1).to(dtype),
@@ -349,9 +379,14 @@ def yardsticks(device: str, dtype: torch.dtype) -> tuple[dict[str, Call], float,
     """A matrix product and a copy larger than caches, the operations of the one and the bytes of the other."""
     n, m = (1024, 2**22) if device == "cpu" else (8192, 2**28)
     a, b, c = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
-    source, target = torch.zeros(m, device=device), torch.ones(m, device=device)
+    source = torch.zeros(m, device=device)
+    target = torch.ones(m, device=device)
     calls = {"product": lambda: torch.mm(a, b, out=c), "copy": lambda: target.copy_(source)}
-    return {name: torch.no_grad()(call) for name, call in calls.items()}, 2.0 * n**3, 2.0 * source.nbytes
+    return (
+        {name: torch.no_grad()(call) for name, call in calls.items()},
+        2.0 * n**3,
+        2.0 * source.nbytes,
+    )
 
 
 def in_turn(calls: dict[str, Call], device: str, seconds: float) -> dict[str, list[float]]:
@@ -373,9 +408,12 @@ def in_turn(calls: dict[str, Call], device: str, seconds: float) -> dict[str, li
     return taken
 
 
-def peers_of(form: Form, x: Arguments, expected: Tensor) -> tuple[dict[str, Callable], dict[str, str]]:
+def peers_of(
+    form: Form, x: Arguments, expected: Tensor
+) -> tuple[dict[str, Callable], dict[str, str]]:
     """Those that compute the same, or are only neighbours; and why the others are not timed."""
-    timed, refused = {}, {}
+    timed = {}
+    refused = {}
     for name, run in form.peers.items():
         try:
             with torch.no_grad():
@@ -391,10 +429,13 @@ def peers_of(form: Form, x: Arguments, expected: Tensor) -> tuple[dict[str, Call
     return timed, refused
 
 
-def floors(form: Form, shape: tuple[int, ...], x: Arguments, o: Tensor, direction: str) -> tuple[float, float]:
+def floors(
+    form: Form, shape: tuple[int, ...], x: Arguments, o: Tensor, direction: str
+) -> tuple[float, float]:
     """Operations and bytes that no form can do without."""
     B, T, H, D = shape
-    read, written = sum(a.nbytes for a in x.values()), o.nbytes
+    read = sum(a.nbytes for a in x.values())
+    written = o.nbytes
     backward = direction != "forward"
     operations = B * T * H * form.operations(T, D) * (3 if backward else 1)
     return operations, read + written + (2 * read + written if backward else 0)
@@ -405,7 +446,14 @@ def ratio(times: list[float], others: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, others))
 
 
-def measure(form: Form, shape: tuple[int, ...], backend: str, device: str, dtype: torch.dtype, seconds: float):
+def measure(
+    form: Form,
+    shape: tuple[int, ...],
+    backend: str,
+    device: str,
+    dtype: torch.dtype,
+    seconds: float,
+):
     """A row for each direction."""
     x = make_arguments(form, shape, device, dtype)
     with torch.no_grad():
@@ -415,7 +463,11 @@ def measure(form: Form, shape: tuple[int, ...], backend: str, device: str, dtype
     theirs = {name: directions(run, x) for name, run in peers.items()}
     sticks, stick_operations, stick_bytes = yardsticks(device, dtype)
     for direction in ours:
-        calls = {"ours": ours[direction], **{name: call[direction] for name, call in theirs.items()}, **sticks}
+        calls = {
+            "ours": ours[direction],
+            **{name: call[direction] for name, call in theirs.items()},
+            **sticks,
+        }
         taken = in_turn(calls, device, seconds)
         operations, moved = floors(form, shape, x, o, direction)
         by = {"operations": operations / stick_operations, "bytes": moved / stick_bytes}
@@ -431,19 +483,28 @@ def measure(form: Form, shape: tuple[int, ...], backend: str, device: str, dtype
             "ms": median["ours"],
             "tokens_per_second": shape[0] * shape[1] / median["ours"] * 1e3,
             "floor_ms": statistics.median(floor),
-            "bound": max(by, key=lambda b: by[b] * median["product" if b == "operations" else "copy"]),
+            "bound": max(
+                by, key=lambda b: by[b] * median["product" if b == "operations" else "copy"]
+            ),
             "of_floor": ratio(taken["ours"], floor),
             "operations_per_second": stick_operations / median["product"] * 1e3,
             "copy_bytes_per_second": stick_bytes / median["copy"] * 1e3,
-            "peers": {n: {"ms": median[n], "ours_of_theirs": ratio(taken["ours"], taken[n])} for n in peers},
+            "peers": {
+                n: {"ms": median[n], "ours_of_theirs": ratio(taken["ours"], taken[n])}
+                for n in peers
+            },
             "peers_not_timed": refused,
             "turns": len(taken["ours"]),
         }
 
 
-def shares(form: Form, shape: tuple[int, ...], backend: str, device: str, dtype: torch.dtype) -> dict[str, float]:
+def shares(
+    form: Form, shape: tuple[int, ...], backend: str, device: str, dtype: torch.dtype
+) -> dict[str, float]:
     """Where the time of a forward goes."""
-    call = directions(lambda x: form.run(x, backend), make_arguments(form, shape, device, dtype))["forward"]
+    call = directions(lambda x: form.run(x, backend), make_arguments(form, shape, device, dtype))[
+        "forward"
+    ]
     call()
     return shares_of(call, device)
 
@@ -483,7 +544,10 @@ def draw(rows: list[dict], file: Path) -> None:
         for number, kind in enumerate(dict.fromkeys(map(kind_of, rows))):
             mine = [r for r in rows if kind_of(r) == kind and r["direction"] == direction]
             at = [labels.index("x".join(str(n) for n in r["shape"].values())) for r in mine]
-            style = {"marker": "s" if "bfloat16" in kind else "o", "linestyle": "--" if number >= 10 else "-"}
+            style = {
+                "marker": "s" if "bfloat16" in kind else "o",
+                "linestyle": "--" if number >= 10 else "-",
+            }
             axis.plot(at, [r["of_floor"] for r in mine], **style, label=kind)
         axis.set(title=direction, xlabel="B x T x H x D", yscale="log")
         axis.set_xticks(range(len(labels)), labels, rotation=20)
@@ -502,7 +566,11 @@ def hardware(device: str) -> dict:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        **{name: getattr(import_module(name), "__version__", "?") for name in packages if find_spec(name)},
+        **{
+            name: getattr(import_module(name), "__version__", "?")
+            for name in packages
+            if find_spec(name)
+        },
     }
 
 
@@ -521,30 +589,49 @@ def name_of(dtype: torch.dtype) -> str:
 def work(device: str, lengths: list[int], forms: list[Form]) -> list[tuple]:
     """(form, shape, backend, dtype), the shapes that matter most first."""
     if device == "cpu":
-        wide = [(form, (1, T, 8, 128), "chunk", torch.float32) for T in sorted(lengths) for form in forms]
-        narrow = [form for form in forms if form.operations in (linear_operations, delta_operations)]
-        return wide + [(form, (1, max(lengths), 8, 128), "chunk", torch.bfloat16) for form in narrow]
+        wide = [
+            (form, (1, T, 8, 128), "chunk", torch.float32)
+            for T in sorted(lengths)
+            for form in forms
+        ]
+        narrow = [
+            form for form in forms if form.operations in (linear_operations, delta_operations)
+        ]
+        return wide + [
+            (form, (1, max(lengths), 8, 128), "chunk", torch.bfloat16) for form in narrow
+        ]
     shapes = [shape for shape in CUDA_SHAPES if not lengths or shape[1] in lengths]
     kernels = [(form, shape, "triton", torch.bfloat16) for shape in shapes for form in forms]
-    return kernels + [(form, shape, "chunk", torch.bfloat16) for shape in shapes[:2] for form in forms]
+    return kernels + [
+        (form, shape, "chunk", torch.bfloat16) for shape in shapes[:2] for form in forms
+    ]
 
 
 def main() -> None:
     """Measure, print, and unless only a part was asked for, write and draw after each row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lengths", type=int, nargs="+", default=[])
     parser.add_argument("--only", default="", help="a regular expression of names of forms")
-    parser.add_argument("--seconds", type=float, default=1.5, help="for the turns of a row on the CPU")
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="for the turns of a row on the CPU"
+    )
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler, which else speaks of every start
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # of the profiler, which else speaks of every start
     device = given.device
     forms = [form for form in FORMS if re.search(given.only, form.name)]
     lengths = given.lengths or ([1024, 4096] if device == "cpu" else [])
     table = {**hardware(device), "rows": [], "shares": {}}
-    print(*(f"{name} {value}" for name, value in table.items() if name not in ("rows", "shares")), sep=", ")
+    print(
+        *(f"{name} {value}" for name, value in table.items() if name not in ("rows", "shares")),
+        sep=", ",
+    )
     whole = not (given.only or given.lengths)
     RESULTS.mkdir(exist_ok=True)
     for form, shape, backend, dtype in work(device, lengths, forms):
@@ -554,15 +641,23 @@ def main() -> None:
                 table["rows"].append(row)
         except (ValueError, RuntimeError) as error:  # no kernel for it, or no room
             size = "x".join(map(str, shape))
-            print(f"{form.name:42} {backend:6} {name_of(dtype):8} {size:16} {type(error).__name__}: {error}"[:160])
+            print(
+                f"{form.name:42} {backend:6} {name_of(dtype):8} {size:16} {type(error).__name__}: {error}"[
+                    :160
+                ]
+            )
             continue
         if shape[1] == max(lengths or [shape[1]]):
-            table["shares"][f"{form.name}, {backend}, {name_of(dtype)}"] = shares(form, shape, backend, device, dtype)
+            table["shares"][f"{form.name}, {backend}, {name_of(dtype)}"] = shares(
+                form, shape, backend, device, dtype
+            )
         if whole:
             (RESULTS / f"ops_{device}.json").write_text(json.dumps(table, indent=1) + "\n")
             draw(table["rows"], RESULTS / f"ops_{device}.png")
     for name, parts in table["shares"].items():
-        print(f"{name}: " + ", ".join(f"{part} {100 * share:.0f} %" for part, share in parts.items()))
+        print(
+            f"{name}: " + ", ".join(f"{part} {100 * share:.0f} %" for part, share in parts.items())
+        )
 
 
 if __name__ == "__main__":

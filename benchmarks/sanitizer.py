@@ -14,7 +14,8 @@ from ttsem.memory import Memory
 
 NAN_OF_BFLOAT16 = 0x7FC0  # which NumPy holds as uint16
 compiled: dict[tuple, object] = {}
-load, compile_launch = Memory.load, harness.ir_for_launch
+load = Memory.load
+compile_launch = harness.ir_for_launch
 
 
 def load_with_nan(self, addresses, mask, other, dtype):
@@ -40,4 +41,5 @@ def cached(record, stage, target, *args, **kwargs):
 
 warnings.filterwarnings("ignore", message=".*deterministic.*")
 torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns
-Memory.load, harness.ir_for_launch = load_with_nan, cached
+Memory.load = load_with_nan
+harness.ir_for_launch = cached

@@ -15,7 +15,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # threads that wait sleep: before torch is imported
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -30,7 +32,8 @@ from hf_memory.progress import Progress
 from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, markdown, put, recipe_of, recipes
 
 RESULTS = ROOT / "benchmarks" / "results"
-TEACHER, WIDE = "teacher", "teacher in float32"
+TEACHER = "teacher"
+WIDE = "teacher in float32"
 USUAL = 512  # tokens of a text that questions are about
 GROUPS = [group for group in KINDS if group != "reasoning"]
 WITH_LENGTH = [group for group in GROUPS if any(kind.has_length for kind in KINDS[group].values())]
@@ -46,7 +49,9 @@ def students(asked: list[str]) -> dict[str, Path]:
     return {name: folder for name, folder in made.items() if folder.exists()}
 
 
-def measure(name: str, model: PreTrainedModel, tokenizer, known: record.Record, length: int) -> None:
+def measure(
+    name: str, model: PreTrainedModel, tokenizer, known: record.Record, length: int
+) -> None:
     """Score a model, beside the teacher if it is measured, and keep what is found in the folder of this length."""
     found = record.row_of(known, name, model_fingerprint(model))
     theirs = known["models"][TEACHER]["found"] if name != TEACHER else {}
@@ -64,7 +69,9 @@ def scored(
 ) -> Found:
     """The scores of a model beside its teacher's; `found` has those that are there, and `keep` is called after each."""
     nothing = torch.empty(0, dtype=torch.long)
-    subject = Subject(model, nothing, tokenizer=tokenizer, theirs=theirs, score_lengths=(length,), **HOW)
+    subject = Subject(
+        model, nothing, tokenizer=tokenizer, theirs=theirs, score_lengths=(length,), **HOW
+    )
     groups = GROUPS if length == USUAL else WITH_LENGTH
     return evaluate(subject, groups, found, keep=keep, name=name, report=tell)
 
@@ -100,15 +107,22 @@ def _cell(row: dict | None) -> str:
 def write(length: int, known: record.Record) -> None:
     """Draw the figures, and put the table between its marks in PAGE."""
     record.draw(place(length), known)
-    start, end = f"<!-- {place(length).name} -->", f"<!-- /{place(length).name} -->"
+    start = f"<!-- {place(length).name} -->"
+    end = f"<!-- /{place(length).name} -->"
     put(PAGE, start, table(known), end)
 
 
 def main() -> None:
     """Score the students, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("students", nargs="*", metavar="NAME=FOLDER", help="default: all that are in runs/smollm2")
-    parser.add_argument("--length", type=int, default=USUAL, help="tokens of a text that questions are about")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "students", nargs="*", metavar="NAME=FOLDER", help="default: all that are in runs/smollm2"
+    )
+    parser.add_argument(
+        "--length", type=int, default=USUAL, help="tokens of a text that questions are about"
+    )
     asked = parser.parse_args()
     logging.disable_progress_bar()
     file = example.fetch_teacher()

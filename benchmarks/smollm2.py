@@ -78,7 +78,8 @@ COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
     "7 of 30 layers, those that predictions need, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
     "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
 }
-START, END = "<!-- smollm2 -->", "<!-- /smollm2 -->"  # around the table of PAGE
+START = "<!-- smollm2 -->"
+END = "<!-- /smollm2 -->"  # around the table of PAGE
 DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
 
@@ -86,11 +87,17 @@ def recipe_of(file: Path) -> tuple[Recipe, int]:
     """A recipe of a file, and how many tokens of the text it reads."""
     run = yaml.safe_load(file.read_text(encoding="utf-8"))
     stages = {
-        name: read_schedule(name, getattr(Recipe(), name), [f"{field}={value}" for field, value in run[name].items()])
+        name: read_schedule(
+            name,
+            getattr(Recipe(), name),
+            [f"{field}={value}" for field, value in run[name].items()],
+        )
         for name in ("transfer", "distillation")
     }
     same = {name: run[name] for name in ("to", "train") if name in run}
-    return Recipe(keep=run["keep-attention"], options=run["option"], **same, **stages), run["max-tokens"]
+    return Recipe(keep=run["keep-attention"], options=run["option"], **same, **stages), run[
+        "max-tokens"
+    ]
 
 
 def without_memory(recipe: Recipe) -> Recipe:
@@ -112,12 +119,15 @@ def with_window(tokens: int, recipe: Recipe) -> Recipe:
 def times(factor: float, recipe: Recipe) -> Recipe:
     """For so many times the tokens."""
     stages = {name: getattr(recipe, name) for name in ("transfer", "distillation")}
-    return replace(recipe, **{name: x._replace(steps=round(factor * x.steps)) for name, x in stages.items()})
+    return replace(
+        recipe, **{name: x._replace(steps=round(factor * x.steps)) for name, x in stages.items()}
+    )
 
 
 def recipes(best: Recipe) -> dict[str, Recipe]:
     """Name of a row: how its student is made."""
-    quickest, longer = best, replace(best, transfer=best.transfer._replace(steps=16))
+    quickest = best
+    longer = replace(best, transfer=best.transfer._replace(steps=16))
     best = replace(longer, distillation=best.distillation._replace(steps=22, repeats=0.25))
     quicker = replace(best, distillation=best.distillation._replace(steps=18))
     first = replace(
@@ -126,7 +136,8 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         transfer=best.transfer._replace(steps=24),
         distillation=best.distillation._replace(steps=36, length=1024),
     )
-    short, quick = times(2 / 3, first), times(1 / 3, first)
+    short = times(2 / 3, first)
+    quick = times(1 / 3, first)
     none, quarter = (replace(quick, keep=keep) for keep in ("none", "1/4"))
     few = with_window(64, replace(best, keep="retrieval:1/22"))
     bounded = {"full_attention_window": 2560}  # a cache that does not grow
@@ -139,7 +150,9 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         transfer=short.transfer._replace(learning_rate=3e-3),
         distillation=short.distillation._replace(memory_factor=5.0),
     )
-    of_files = {name: recipe_of(ROOT / "recipes" / f"{file}.yaml")[0] for name, file in COMMANDS.items()}
+    of_files = {
+        name: recipe_of(ROOT / "recipes" / f"{file}.yaml")[0] for name, file in COMMANDS.items()
+    }
     sinks = Recipe(
         to="attention",
         train="all",
@@ -154,17 +167,27 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/11 of heads, window 192, 18 steps of 2,048 tokens": quicker,
         "1/11 of heads, window 192, 2,048 tokens": best,
         "1/11 of heads, window 263, 2,048 tokens, sinks, no memory": sinks,
-        "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(259, without_memory(best)),  # as many bytes
-        "1/10 of heads, window 128, 2,048 tokens": with_window(128, replace(best, keep="retrieval:1/10")),
+        "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(
+            259, without_memory(best)
+        ),  # as many bytes
+        "1/10 of heads, window 128, 2,048 tokens": with_window(
+            128, replace(best, keep="retrieval:1/10")
+        ),
         "1/10 of heads": first,
         "1/10 of heads, no memory": without_memory(first),
         "1/10 of heads, window 128, no memory": with_window(128, without_memory(first)),
         "1/22 of heads": replace(quick, keep="retrieval:1/22"),
         "1/22 of heads, 2,048 tokens": few,
         "1/22 of heads, window 80, 2,048 tokens": with_window(80, few),
-        "1/22 of heads, window 110, 2,048 tokens, no memory": with_window(110, without_memory(few)),  # as many bytes
-        "1/22 of heads for 2,560 tokens, window 48, no memory": with_window(48, without_memory(four)),
-        "1/30 of heads for 2,560 tokens, window 76, 2,048 tokens, no memory": with_window(76, without_memory(three)),
+        "1/22 of heads, window 110, 2,048 tokens, no memory": with_window(
+            110, without_memory(few)
+        ),  # as many bytes
+        "1/22 of heads for 2,560 tokens, window 48, no memory": with_window(
+            48, without_memory(four)
+        ),
+        "1/30 of heads for 2,560 tokens, window 76, 2,048 tokens, no memory": with_window(
+            76, without_memory(three)
+        ),
         "no full head": none,
         "no full head, no memory": without_memory(none),
         "no full head, window 128, no memory": with_window(128, without_memory(none)),
@@ -174,19 +197,29 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),
         "1/4 of layers, those that retrieve, windows": replace(quarter, keep=RETRIEVE),
-        "1/4 of layers, those that retrieve, windows, no memory": without_memory(replace(quarter, keep=RETRIEVE)),
-        "1/4 of layers, those that retrieve, windows, 2,048 tokens": with_window(64, replace(best, keep=RETRIEVE)),
+        "1/4 of layers, those that retrieve, windows, no memory": without_memory(
+            replace(quarter, keep=RETRIEVE)
+        ),
+        "1/4 of layers, those that retrieve, windows, 2,048 tokens": with_window(
+            64, replace(best, keep=RETRIEVE)
+        ),
         **of_files,
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
         "1/10 of heads, a third of the tokens": quick,
         "1/10 of heads, a third of the tokens, transfer alone": replace(
-            quick, transfer=quick.transfer._replace(steps=20), distillation=quick.distillation._replace(steps=0)
+            quick,
+            transfer=quick.transfer._replace(steps=20),
+            distillation=quick.distillation._replace(steps=0),
         ),
         "1/10 of heads, a third of the tokens, distillation alone": replace(
-            quick, transfer=quick.transfer._replace(steps=0), distillation=quick.distillation._replace(steps=20)
+            quick,
+            transfer=quick.transfer._replace(steps=0),
+            distillation=quick.distillation._replace(steps=20),
         ),
-        "1/10 of heads, a third of the tokens, half of the loss from the text": replace(quick, cross_entropy=0.5),
+        "1/10 of heads, a third of the tokens, half of the loss from the text": replace(
+            quick, cross_entropy=0.5
+        ),
         "1/10 of heads, start alone": times(0, first),
     }
 
@@ -195,7 +228,8 @@ class Stopwatch:
     """CPU seconds of a conversion, kept in a file so that they add up over calls; says how far it is."""
 
     def __init__(self, file: Path):
-        self.file, self.start = file, time.process_time()
+        self.file = file
+        self.start = time.process_time()
         self.before = float(file.read_text()) if file.exists() else 0.0
 
     @property
@@ -206,7 +240,10 @@ class Stopwatch:
     def tell(self, progress: Progress) -> None:
         """Report of a run."""
         self.file.write_text(str(self.seconds))
-        print(f"  {self.seconds:6.0f} s  {progress.task} {progress.done}/{progress.total} {progress.loss}", flush=True)
+        print(
+            f"  {self.seconds:6.0f} s  {progress.task} {progress.done}/{progress.total} {progress.loss}",
+            flush=True,
+        )
 
 
 def folder_of(name: str) -> Path:
@@ -215,17 +252,30 @@ def folder_of(name: str) -> Path:
 
 
 def make(
-    name: str, recipe: Recipe, teacher: PreTrainedModel, tokenizer, tokens: Tensor, training: dict | None = None
+    name: str,
+    recipe: Recipe,
+    teacher: PreTrainedModel,
+    tokenizer,
+    tokens: Tensor,
+    training: dict | None = None,
 ) -> tuple[Path, float]:
     """The folder of a student and the CPU seconds that it took, now or before; `training` as of `Run`."""
     folder = folder_of(name)
-    student, watch = folder / "student", folder / "cpu_seconds"
+    student = folder / "student"
+    watch = folder / "cpu_seconds"
     folder.mkdir(parents=True, exist_ok=True)
     if not student.exists() and name in COMMANDS:
         before = os.times()
-        subprocess.run([sys.executable, "-m", "hf_memory", *command_of(name, student)], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "hf_memory", *command_of(name, student)], cwd=ROOT, check=True
+        )
         after = os.times()
-        spent = after.children_user + after.children_system - before.children_user - before.children_system
+        spent = (
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
         watch.write_text(str(spent))
     if not student.exists():
         clock = Stopwatch(watch)
@@ -242,8 +292,19 @@ def make(
 
 def command_of(name: str, output: Path) -> list[str]:
     """What follows `hf-memory` in the command of a row that is made so."""
-    text = example.text_flags("smollm2") if COMMANDS[name] == "smollm2" else ["--text", example.fetch_text()]
-    given = example.fetch_teacher(), *text, "--output", output, "--config", f"recipes/{COMMANDS[name]}.yaml"
+    text = (
+        example.text_flags("smollm2")
+        if COMMANDS[name] == "smollm2"
+        else ["--text", example.fetch_text()]
+    )
+    given = (
+        example.fetch_teacher(),
+        *text,
+        "--output",
+        output,
+        "--config",
+        f"recipes/{COMMANDS[name]}.yaml",
+    )
     return ["convert", *map(str, given)]
 
 
@@ -281,15 +342,21 @@ def teachers_recall(teacher: PreTrainedModel, held_out: Text) -> dict[str, float
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def measured(student: PreTrainedModel, teacher: PreTrainedModel, held_out: Tensor, gains: dict[str, float]) -> dict:
+def measured(
+    student: PreTrainedModel, teacher: PreTrainedModel, held_out: Tensor, gains: dict[str, float]
+) -> dict:
     """All columns of a row that are of the student alone."""
     like = agreement(student, teacher, held_out, length=1024, max_tokens=12 * 1024)
     return {
         "perplexity / teacher": like.ratio,
         "KL": like.kl,
         "agreement": like.top1,
-        **{f"recall kept after {gap}": gain / gains[gap] for gap, gain in recall(student, held_out).items()},
-        "cache at 8k / teacher": cache_bytes(student.config, CONTEXT) / cache_bytes(teacher.config, CONTEXT),
+        **{
+            f"recall kept after {gap}": gain / gains[gap]
+            for gap, gain in recall(student, held_out).items()
+        },
+        "cache at 8k / teacher": cache_bytes(student.config, CONTEXT)
+        / cache_bytes(teacher.config, CONTEXT),
         "bytes a token of context": bytes_per_token(student.config),
     }
 
@@ -327,7 +394,9 @@ def table(rows: dict[str, dict]) -> str:
             f"{row['perplexity / teacher']:.3f}",
             f"{row['KL']:.3f}",
             f"{row['agreement']:.1%}",
-            *(f"{round(row[f'recall kept after {gap}'], 2) + 0.0:.0%}" for gap in BETWEEN),  # + 0.0: -0 is 0
+            *(
+                f"{round(row[f'recall kept after {gap}'], 2) + 0.0:.0%}" for gap in BETWEEN
+            ),  # + 0.0: -0 is 0
             f"{row['cache at 8k / teacher']:.1%}",
             "" if timed is None else f"{timed:.2f}",
         )
@@ -352,10 +421,13 @@ def draw(rows: dict[str, dict]) -> None:
         "recall after 2,048 tokens / teacher's": lambda row: row["recall kept after 2048"],
     }
     kept = {what_is_kept(row): None for row in rows.values()}
-    colours = dict(zip(kept, plt.style.library["tableau-colorblind10"]["axes.prop_cycle"].by_key()["color"]))
+    colours = dict(
+        zip(kept, plt.style.library["tableau-colorblind10"]["axes.prop_cycle"].by_key()["color"])
+    )
     for axis, (label, value) in zip(axes, columns.items()):
         for name, row in rows.items():
-            x, y = row["cache at 8k / teacher"], value(row)
+            x = row["cache at 8k / teacher"]
+            y = value(row)
             axis.plot(x, y, "ox"["no memory" in name], color=colours[what_is_kept(row)])
             if twin := rows.get(f"{name}, no memory"):
                 start = twin["cache at 8k / teacher"], value(twin)
@@ -371,7 +443,9 @@ def draw(rows: dict[str, dict]) -> None:
         axis.yaxis.set_major_formatter(PercentFormatter(1))
     named = {keep: axes[0].plot([], [], "s", color=colour)[0] for keep, colour in colours.items()}
     kinds = {"with a memory": "o", "without": "x"}
-    named |= {label: axes[0].plot([], [], marker, color="gray")[0] for label, marker in kinds.items()}
+    named |= {
+        label: axes[0].plot([], [], marker, color="gray")[0] for label, marker in kinds.items()
+    }
     figure.legend(list(named.values()), list(named), loc="outside right center", fontsize="small")
     figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
 
@@ -398,8 +472,10 @@ def put(page: Path, start: str, text: str, end: str) -> None:
 
 def materials(most: int = 400_000) -> tuple:
     """The teacher, its tokenizer, the tokens to train on, and the last tenth of the text's, which are held out."""
-    file, text = str(example.fetch_teacher()), example.fetch_text()
-    teacher, tokenizer = load_teacher(file).eval(), load_tokenizer(file)
+    file = str(example.fetch_teacher())
+    text = example.fetch_text()
+    teacher = load_teacher(file).eval()
+    tokenizer = load_tokenizer(file)
     tokens = read_tokens([text], tokenizer, limit=most)
     return teacher, tokenizer, tokens[: -(len(tokens) // 10)], tokens[-(len(tokens) // 10) :]
 
@@ -417,7 +493,8 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    rows, asked = recipes(best), [name for name in sys.argv[1:] if name != "--untimed"]
+    rows = recipes(best)
+    asked = [name for name in sys.argv[1:] if name != "--untimed"]
     timed = asked == sys.argv[1:]
     for name in asked or rows:
         if name in known.get("rows", {}):
@@ -425,8 +502,12 @@ def main() -> None:
         student, seconds = make(name, rows[name], teacher, tokenizer, tokens)
         model = AutoModelForCausalLM.from_pretrained(student)
         row = {
-            "command": " ".join(["python benchmarks/smollm2.py", *([] if timed else ["--untimed"]), f'"{name}"']),
-            "recipe": {x: str(y) if isinstance(y, tuple) else y for x, y in vars(rows[name]).items()},
+            "command": " ".join(
+                ["python benchmarks/smollm2.py", *([] if timed else ["--untimed"]), f'"{name}"']
+            ),
+            "recipe": {
+                x: str(y) if isinstance(y, tuple) else y for x, y in vars(rows[name]).items()
+            },
             "tokens": read(rows[name]),
             "CPU seconds": seconds,
             "teacher's recall, nats a token": gains,
@@ -434,7 +515,9 @@ def main() -> None:
         }
         if timed:
             row["decoding"] = decoding(model, teacher)
-        known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}  # of calls beside this one
+        known = (
+            json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        )  # of calls beside this one
         known["rows"] = {**known.get("rows", {}), name: row}
         write(about, known["rows"], rows)
         print(described(name, row), flush=True)

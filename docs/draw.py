@@ -50,7 +50,9 @@ class Memory(NamedTuple):
     The rule: surprise <- momentum surprise + rate k (v - erase S^T k)^T;   S <- decay S + surprise.
     """
 
-    parts: tuple[str, ...]  # "matrix: name", "vector: name", or "columns: name" with a column for each token it holds
+    parts: tuple[
+        str, ...
+    ]  # "matrix: name", "vector: name", or "columns: name" with a column for each token it holds
     decay: float = 1.0
     rate: float = 1.0
     erase: float = 0.0
@@ -74,7 +76,9 @@ MEMORIES = {
         erase=1.0,
         momentum=0.5,
     ),
-    "large_chunks": Memory(("matrix: W_1", "matrix: W_2", "matrix: W_3", "columns: window"), held="ooooooooxxx"),
+    "large_chunks": Memory(
+        ("matrix: W_1", "matrix: W_2", "matrix: W_3", "columns: window"), held="ooooooooxxx"
+    ),
     "memory_transformer": Memory(("columns: k and v of every token",)),
     "window": Memory(("columns: k and v of the window", "matrix: slots"), held="xooooooxxxx"),
 }
@@ -119,8 +123,12 @@ def left_of_tokens(memory: Memory) -> list[float]:
     surprise = {key: [0.0] * len(KEYS) for key in KEYS}
     for t, now in enumerate(KEYS):
         for key in state:
-            error = [(i == t) - memory.erase * x if key == now else 0.0 for i, x in enumerate(state[key])]
-            surprise[key] = [memory.momentum * s + memory.rate * e for s, e in zip(surprise[key], error)]
+            error = [
+                (i == t) - memory.erase * x if key == now else 0.0 for i, x in enumerate(state[key])
+            ]
+            surprise[key] = [
+                memory.momentum * s + memory.rate * e for s, e in zip(surprise[key], error)
+            ]
             state[key] = [memory.decay * x + s for x, s in zip(state[key], surprise[key])]
     return [min(1.0, max(0.0, state[key][t])) for t, key in enumerate(KEYS)]
 
@@ -144,14 +152,19 @@ def part(kind: str, name: str, tokens: int, x: float, width: float) -> str:
         for column in range(columns)
         for row in range(5)
     )
-    return cells + f'<text x="{x + width / 2}" y="62" text-anchor="middle" font-size="11">{escape(name)}</text>'
+    return (
+        cells
+        + f'<text x="{x + width / 2}" y="62" text-anchor="middle" font-size="11">{escape(name)}</text>'
+    )
 
 
 def draw_memory(memory: Memory) -> str:
     """What is left of the tokens, and the state beside it."""
     end = 2 + len(KEYS) * (CELL + 3)
     parts = [token(i, left) for i, left in enumerate(left_of_tokens(memory))]
-    for last, size in zip((sum(memory.blocks[: i + 1]) for i in range(len(memory.blocks))), memory.blocks):
+    for last, size in zip(
+        (sum(memory.blocks[: i + 1]) for i in range(len(memory.blocks))), memory.blocks
+    ):
         right = 2 + last * (CELL + 3) - 3
         parts.append(f'<path d="M{right - size * (CELL + 3) + 3} 44v5H{right}v-5"/>')
     caption = "tokens by key, oldest first; the darker, the more is left"
@@ -160,7 +173,9 @@ def draw_memory(memory: Memory) -> str:
     width = (WIDTH - end - 42) / len(memory.parts)
     for i, text in enumerate(memory.parts):
         kind, _, name = text.partition(": ")
-        parts.append(part(kind, name, memory.held.count("x") or len(KEYS), end + 40 + i * width, width))
+        parts.append(
+            part(kind, name, memory.held.count("x") or len(KEYS), end + 40 + i * width, width)
+        )
     return svg("".join(parts), 70)
 
 

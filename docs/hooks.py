@@ -17,7 +17,10 @@ from hf_memory import FAMILIES
 ROOT = Path(__file__).resolve().parent.parent
 TYPE = re.compile(r"<code>`[^<]*</code>")
 OPTIONS = "options: {members: false, heading_level: 4}"  # of a section
-DOCS, ELSEWHERE = "docs/", "repository/"  # folders: of pages in the repository, and of its other files in the site
+DOCS, ELSEWHERE = (
+    "docs/",
+    "repository/",
+)  # folders: of pages in the repository, and of its other files in the site
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 
 
@@ -60,7 +63,9 @@ def sections():
     """A section for each family: its model classes, and the options of its config."""
     for family in FAMILIES:
         name = family.config.__name__
-        models = ", ".join(f"`{model.__name__}`" for model in (family.model, family.causal_lm, *family[3:5]))
+        models = ", ".join(
+            f"`{model.__name__}`" for model in (family.model, family.causal_lm, *family[3:5])
+        )
         yield f"### {name.removesuffix('Config')}\n\n{models}\n\n::: hf_memory.{name}\n    {OPTIONS}"
 
 
@@ -90,7 +95,9 @@ class Targets(HTMLParser):
 def on_post_build(config):
     """Stop the build if a link, an anchor or a picture of a page is not in the site."""
     site = Path(config["site_dir"])
-    pages = {path: Targets(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    pages = {
+        path: Targets(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))
+    }
     dead = [
         f"{path.relative_to(site)}: {link}"
         for path, page in pages.items()

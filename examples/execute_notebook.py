@@ -20,7 +20,9 @@ def main() -> None:
     NotebookClient(notebook, timeout=None, record_timing=False).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]  # warnings, bars
+            cell.outputs = [
+                output for output in cell.outputs if output.get("name") != "stderr"
+            ]  # warnings, bars
     partial = NOTEBOOK.with_suffix(f".{os.getpid()}")
     nbformat.write(notebook, partial)
     partial.replace(NOTEBOOK)

@@ -11,7 +11,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # threads that wait sleep: before torch is imported
 
 import torch
 from datasets import Dataset
@@ -49,7 +51,9 @@ def main(teacher_name: str, student_name: str, text: Path, output: Path) -> None
         report_to="none",
     )
     data = Dataset.from_dict({"prompt": prompts})
-    trainer = DistillationTrainer(student, teacher, config, train_dataset=data, processing_class=tokenizer)
+    trainer = DistillationTrainer(
+        student, teacher, config, train_dataset=data, processing_class=tokenizer
+    )
     trainer.train()
     trainer.save_model(str(output))
 

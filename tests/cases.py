@@ -15,7 +15,24 @@ from hf_memory.mixers.transformer.relations import AdaptiveSpan
 from hf_memory.mixers.windowed import Sinks, VirtualToken
 
 NEW = 6  # tokens that `generate` writes
-WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
+WORDS = [
+    "end",
+    "a",
+    "an",
+    "the",
+    "is",
+    "not",
+    "new",
+    "old",
+    "snake",
+    "python",
+    "list",
+    "set",
+    "of",
+    "in",
+    ".",
+    "?",
+]
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -27,7 +44,12 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
 }
-PRODUCT_KEYS = {"num_product_keys": 6, "product_key_heads": 2, "product_key_dim": 8, "product_key_top_k": 3}
+PRODUCT_KEYS = {
+    "num_product_keys": 6,
+    "product_key_heads": 2,
+    "product_key_dim": 8,
+    "product_key_top_k": 3,
+}
 FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
 WINDOW = {"layer_types": ["sliding_memory"] * 2, "sliding_window": 4}
 SINKS = {"sliding_window": 4, "attention_sinks": True}
@@ -56,22 +78,41 @@ class Case(NamedTuple):
 
 CASES = (
     Case("linear-elu", "hf_memory_linear", {}),
-    Case("linear-hedgehog-rope", "hf_memory_linear", {"feature_map": "hedgehog", "memory_rope": True}),
+    Case(
+        "linear-hedgehog-rope", "hf_memory_linear", {"feature_map": "hedgehog", "memory_rope": True}
+    ),
     Case("linear-favor", "hf_memory_linear", {"feature_map": "favor", "feature_dim": 16}),
     Case(
-        "linear-identity-norm", "hf_memory_linear", {"feature_map": "identity", "normalize": False, "output_norm": True}
+        "linear-identity-norm",
+        "hf_memory_linear",
+        {"feature_map": "identity", "normalize": False, "output_norm": True},
     ),
-    Case("linear-window", "hf_memory_linear", {**WINDOW, "num_sink_tokens": 2, "num_memory_slots": 6}),
+    Case(
+        "linear-window", "hf_memory_linear", {**WINDOW, "num_sink_tokens": 2, "num_memory_slots": 6}
+    ),
     Case(
         "linear-window-heads",
         "hf_memory_linear",
-        {**WINDOW, "sliding_window": 3, "full_attention_heads": [[1], [0, 1]], "num_memory_slots": 6},
+        {
+            **WINDOW,
+            "sliding_window": 3,
+            "full_attention_heads": [[1], [0, 1]],
+            "num_memory_slots": 6,
+        },
     ),
-    Case("linear-full", "hf_memory_linear", {**FULL_HYBRID, "attention_bias": True, "use_qk_norm": True}),
+    Case(
+        "linear-full",
+        "hf_memory_linear",
+        {**FULL_HYBRID, "attention_bias": True, "use_qk_norm": True},
+    ),
     Case("linear-sliding", "hf_memory_linear", {**SLIDING_HYBRID, "tie_word_embeddings": True}),
     Case("gla", "hf_memory_gated", {}),
     Case("retention", "hf_memory_gated", {"gate": "retention"}),
-    Case("gated-retention-full", "hf_memory_gated", {**FULL_HYBRID, "gate": "scalar", "linear_conv_kernel_dim": 3}),
+    Case(
+        "gated-retention-full",
+        "hf_memory_gated",
+        {**FULL_HYBRID, "gate": "scalar", "linear_conv_kernel_dim": 3},
+    ),
     Case("deltanet", "hf_memory_deltanet", {"allow_negative_eigenvalues": True}),
     Case("gated-deltanet-sliding", "hf_memory_deltanet", {**SLIDING_HYBRID, "gate": "scalar"}),
     Case(
@@ -106,7 +147,11 @@ CASES = (
             "use_qk_norm": True,
             "qk_norm_whole_width": True,
             "no_rope_layers": [1, 0],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+            },
         },
     ),
     Case("kda", "hf_memory_deltanet", {"gate": "vector", "output_gate_low_rank_dim": 8}),
@@ -115,9 +160,21 @@ CASES = (
         "hf_memory_deltanet",
         {**FULL_HYBRID, "gate": "scalar", "use_qk_norm": True, "memory_qk_norm": False},
     ),
-    Case("deltaproduct", "hf_memory_deltanet", {"gate": "scalar", "num_householder": 2, "linear_num_key_heads": 2}),
-    Case("gdn2", "hf_memory_deltanet", {"gate": "gdn2", "linear_num_key_heads": 2, "linear_num_value_heads": 4}),
-    Case("comba", "hf_memory_deltanet", {"gate": "comba", "linear_num_key_heads": 2, "linear_num_value_heads": 4}),
+    Case(
+        "deltaproduct",
+        "hf_memory_deltanet",
+        {"gate": "scalar", "num_householder": 2, "linear_num_key_heads": 2},
+    ),
+    Case(
+        "gdn2",
+        "hf_memory_deltanet",
+        {"gate": "gdn2", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+    Case(
+        "comba",
+        "hf_memory_deltanet",
+        {"gate": "comba", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
     Case("preconditioned", "hf_memory_deltanet", {"gate": "preconditioned"}),
     Case("deltaformer", "hf_memory_deltaformer", {}),
     Case(
@@ -142,12 +199,26 @@ CASES = (
         "hf_memory_titans",
         {"variant": "lmm", "memory_chunk_size": 4, "num_persistent_tokens": 3, "memory_rope": True},
     ),
-    Case("titans-lmm-linear-full", "hf_memory_titans", {**FULL_HYBRID, "variant": "lmm", "memory_depth": 1}),
-    Case("titans-mag", "hf_memory_titans", {"sliding_window": 4, "memory_chunk_size": 3, "num_persistent_tokens": 2}),
+    Case(
+        "titans-lmm-linear-full",
+        "hf_memory_titans",
+        {**FULL_HYBRID, "variant": "lmm", "memory_depth": 1},
+    ),
+    Case(
+        "titans-mag",
+        "hf_memory_titans",
+        {"sliding_window": 4, "memory_chunk_size": 3, "num_persistent_tokens": 2},
+    ),
     Case(
         "titans-mag-add",
         "hf_memory_titans",
-        {"sliding_window": 6, "memory_depth": 1, "memory_gate": "add", "num_persistent_tokens": 0, "memory_rope": True},
+        {
+            "sliding_window": 6,
+            "memory_depth": 1,
+            "memory_gate": "add",
+            "num_persistent_tokens": 0,
+            "memory_rope": True,
+        },
     ),
     Case(
         "titans-mac",
@@ -169,7 +240,13 @@ CASES = (
     Case(
         "atlas-full",
         "hf_memory_titans",
-        {**FULL_HYBRID, "memory_rule": "atlas", "memory_chunk_size": 3, "memory_window": 3, "memory_max_lr": 0.02},
+        {
+            **FULL_HYBRID,
+            "memory_rule": "atlas",
+            "memory_chunk_size": 3,
+            "memory_window": 3,
+            "memory_max_lr": 0.02,
+        },
         has_kernels=False,
     ),
     Case(
@@ -178,7 +255,11 @@ CASES = (
         {"memory_rule": "lact", "sliding_window": 4, "memory_chunk_size": 3, "memory_max_lr": 0.02},
         has_kernels=False,
     ),
-    Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4}),
+    Case(
+        "titans-mal",
+        "hf_memory_titans",
+        {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4},
+    ),
     Case(
         "gated-window",
         "hf_memory_gated",
@@ -199,7 +280,12 @@ CASES = (
     Case(
         "gated-sinks",
         "hf_memory_gated",
-        {**SINKS, "layer_types": ["sliding_memory"] * 2, "full_attention_heads": [[1], []], "num_memory_slots": 5},
+        {
+            **SINKS,
+            "layer_types": ["sliding_memory"] * 2,
+            "full_attention_heads": [[1], []],
+            "num_memory_slots": 5,
+        },
     ),
     Case(
         "retention-memory-layers",
@@ -211,7 +297,12 @@ CASES = (
     Case(
         "transformer-xl",
         "hf_memory_transformer",
-        {**PATTERN, "position": "xl", "pattern": ["strided_by_head", "bigbird"], "num_random_blocks": 1},
+        {
+            **PATTERN,
+            "position": "xl",
+            "pattern": ["strided_by_head", "bigbird"],
+            "num_random_blocks": 1,
+        },
     ),
     Case(
         "transformer-shaw",
@@ -231,12 +322,22 @@ CASES = (
     Case(
         "transformer-learned",
         "hf_memory_transformer",
-        {**PATTERN, "position": "learned", "max_position_embeddings": 96, "pattern": ["dilated", "blockwise"]},
+        {
+            **PATTERN,
+            "position": "learned",
+            "max_position_embeddings": 96,
+            "pattern": ["dilated", "blockwise"],
+        },
     ),
     Case(
         "transformer-infinite",
         "hf_memory_transformer",
-        {**PAST, "past": ["infinite", "compressive"], "compression": "most_used", "use_qk_norm": True},
+        {
+            **PAST,
+            "past": ["infinite", "compressive"],
+            "compression": "most_used",
+            "use_qk_norm": True,
+        },
     ),
     Case(
         "transformer-memorizing",
@@ -246,12 +347,22 @@ CASES = (
     Case(
         "transformer-buckets",
         "hf_memory_transformer",
-        {"pattern": ["routing_by_head", "reformer"], "pattern_size": 4, "num_buckets": 4, "num_hashes": 2},
+        {
+            "pattern": ["routing_by_head", "reformer"],
+            "pattern_size": 4,
+            "num_buckets": 4,
+            "num_hashes": 2,
+        },
     ),
     Case(
         "transformer-segments",
         "hf_memory_transformer",
-        {**PAST, "past": ["compressive", "memorizing"], "compression": "max", "memory_join": "attention"},
+        {
+            **PAST,
+            "past": ["compressive", "memorizing"],
+            "compression": "max",
+            "memory_join": "attention",
+        },
     ),
     Case(
         "transformer-universal",
@@ -268,7 +379,13 @@ CASES = (
     Case(
         "transformer-reversible",
         "hf_memory_transformer",
-        {**PATTERN, **PAST, "depth": "reversible", "past": ["xl", "cache"], "layer_types": ["memory", "sliding_heads"]},
+        {
+            **PATTERN,
+            **PAST,
+            "depth": "reversible",
+            "past": ["xl", "cache"],
+            "layer_types": ["memory", "sliding_heads"],
+        },
     ),
     Case(
         "transformer-routing",
@@ -305,10 +422,19 @@ CASES = (
     Case(
         "transformer-pooled",
         "hf_memory_transformer",
-        {**PAST, "past": ["memorizing", "compressive"], "memory_join": "softmax", "compression": "mean"},
+        {
+            **PAST,
+            "past": ["memorizing", "compressive"],
+            "memory_join": "softmax",
+            "compression": "mean",
+        },
     ),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
-    Case("mamba3", "hf_memory_gated", {"gate": "mamba3", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+    Case(
+        "mamba3",
+        "hf_memory_gated",
+        {"gate": "mamba3", "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
     Case("mesa", "hf_memory_gated", {"gate": "mesa"}, has_kernels=False),
     Case(
         "kalman",
@@ -317,7 +443,11 @@ CASES = (
         has_kernels=False,
     ),
     Case("rwkv7", "hf_memory_rwkv7", {"allow_negative_eigenvalues": True}),
-    Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+    Case(
+        "mamba2",
+        "hf_memory_gated",
+        {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
     Case(
         "log-linear-mamba2",
         "hf_memory_gated",
@@ -352,7 +482,11 @@ CASES = (
             "full_attention_heads": [[], [1]],
         },
     ),
-    Case("attention-sinks", "hf_memory_transformer", {**SINKS, "layer_types": ["sliding_heads", "full_attention"]}),
+    Case(
+        "attention-sinks",
+        "hf_memory_transformer",
+        {**SINKS, "layer_types": ["sliding_heads", "full_attention"]},
+    ),
     Case(
         "attention-virtual",
         "hf_memory_transformer",
@@ -368,15 +502,21 @@ CASES = (
 CASE = {case.name: case for case in CASES}
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 FIRST_OF_FAMILY = {case.model_type: case for case in reversed(CASES)}.values()
-every_family = pytest.mark.parametrize("case", FIRST_OF_FAMILY, ids=[case.name for case in FIRST_OF_FAMILY])
+every_family = pytest.mark.parametrize(
+    "case", FIRST_OF_FAMILY, ids=[case.name for case in FIRST_OF_FAMILY]
+)
 
 
 def family_of(case: Case) -> hf_memory.Family:
-    return next(family for family in hf_memory.FAMILIES if family.config.model_type == case.model_type)
+    return next(
+        family for family in hf_memory.FAMILIES if family.config.model_type == case.model_type
+    )
 
 
 RECURRENT = [case for case in FIRST_OF_FAMILY if family_of(case).growth == "fixed"]
-every_recurrent_family = pytest.mark.parametrize("case", RECURRENT, ids=[case.name for case in RECURRENT])
+every_recurrent_family = pytest.mark.parametrize(
+    "case", RECURRENT, ids=[case.name for case in RECURRENT]
+)
 
 
 def make_config(case: Case, **options):
@@ -400,12 +540,18 @@ def _make(case: Case, options: dict):
     torch.manual_seed(0)
     model = family_of(case).causal_lm(make_config(case, **options)).eval()
     for module in model.modules():
-        if isinstance(module, LevelWeights):  # where all weigh one, as they do at first, a wrong level would not show
+        if isinstance(
+            module, LevelWeights
+        ):  # where all weigh one, as they do at first, a wrong level would not show
             torch.nn.init.normal_(module.proj.weight, std=0.3)
-        if isinstance(module, (Sinks, VirtualToken)):  # where all are zero, it would not show which head has which
+        if isinstance(
+            module, (Sinks, VirtualToken)
+        ):  # where all are zero, it would not show which head has which
             for parameter in module.parameters():
                 torch.nn.init.normal_(parameter)
-        if isinstance(module, AdaptiveSpan):  # where all are empty, a head that sees too far would not show
+        if isinstance(
+            module, AdaptiveSpan
+        ):  # where all are empty, a head that sees too far would not show
             torch.nn.init.uniform_(module.span)
     return model
 
@@ -420,13 +566,18 @@ def kinds_of_layers(case: Case) -> list:
     """What tells layers apart: memories of a family that keep other states, and kinds of attention."""
     config = make_config(case)
     layers = zip(config.layer_types, config.state_specs)
-    return [kind if "attention" in kind else (case.model_type, kind, *sorted(spec)) for kind, spec in layers]
+    return [
+        kind if "attention" in kind else (case.model_type, kind, *sorted(spec))
+        for kind, spec in layers
+    ]
 
 
 KINDS = [kinds_of_layers(case) for case in CASES]
 NEW_KINDS = {case.name: {*KINDS[i]}.difference(*KINDS[:i]) for i, case in enumerate(CASES)}
 FIRST_OF_KIND = [case for case in CASES if NEW_KINDS[case.name]]
-every_kind_of_layer = pytest.mark.parametrize("case", FIRST_OF_KIND, ids=[case.name for case in FIRST_OF_KIND])
+every_kind_of_layer = pytest.mark.parametrize(
+    "case", FIRST_OF_KIND, ids=[case.name for case in FIRST_OF_KIND]
+)
 
 
 def passes_gradients(case: Case) -> bool:
@@ -440,17 +591,22 @@ def one_layer(case: Case) -> dict:
 
     The first cases with attention of a kind keep it beside their memory.
     """
-    kinds, new = kinds_of_layers(case), NEW_KINDS[case.name]
+    kinds = kinds_of_layers(case)
+    new = NEW_KINDS[case.name]
     asked = new or {kind for kind in kinds if not isinstance(kind, str)}
     if len(asked) > 1 or any(isinstance(kind, str) for kind in asked):
         return {}
     here = slice(kinds.index(*asked), kinds.index(*asked) + 1)
-    return {"num_hidden_layers": 1} | {name: x[here] for name, x in case.options.items() if isinstance(x, list)}
+    return {"num_hidden_layers": 1} | {
+        name: x[here] for name, x in case.options.items() if isinstance(x, list)
+    }
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     """Tokens that are neither padding nor the beginning of a text."""
-    return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def read(model, tokens) -> DynamicCache:
@@ -468,7 +624,9 @@ def go_on(model, cache, tokens) -> torch.Tensor:
 
 def word_tokenizer(words, *, unk_token: str, **special) -> PreTrainedTokenizerFast:
     """A tokenizer of words; each is the token of its place."""
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unk_token))
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unk_token)
+    )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=unk_token, **special)
 

@@ -34,7 +34,9 @@ def in_float64(x):
     """A copy of a module, or of a tree of tensors, in float64."""
     if isinstance(x, torch.nn.Module):
         return copy.deepcopy(x).double()
-    return tree_map(lambda y: y.double() if isinstance(y, torch.Tensor) and y.is_floating_point() else y, x)
+    return tree_map(
+        lambda y: y.double() if isinstance(y, torch.Tensor) and y.is_floating_point() else y, x
+    )
 
 
 def _lost(rounded: torch.Tensor, exact: torch.Tensor) -> float:

@@ -10,7 +10,9 @@ from importlib.util import find_spec
 os.environ.setdefault("TRITON_INTERPRET", "1")  # `make sanitize` compiles instead
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for tests that start processes with more threads
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # for tests that start processes with more threads
 
 import pytest
 import torch
@@ -88,7 +90,9 @@ def teacher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("teacher")
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(
+        folder
+    )
     word_tokenizer(WORDS, eos_token="end", unk_token="end").save_pretrained(folder)
     return folder
 
@@ -105,4 +109,6 @@ def text(tmp_path_factory):
 def tokenizer():
     """The tokenizer of the models in `cases.py`, whose tokens it calls w3 to w63."""
     words = "<pad>", "<s>", "<unk>", *(f"w{i}" for i in range(3, 64))
-    return word_tokenizer(words, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left")
+    return word_tokenizer(
+        words, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
+    )

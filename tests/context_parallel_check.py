@@ -16,14 +16,17 @@ from test_own_losses import DIVISIBLE
 from test_own_losses import make as with_own_losses
 
 T = 13
-TOKENS, WEIGHTS = random_tokens(2, T), torch.randn(2, T, 64, dtype=torch.float64)
+TOKENS = random_tokens(2, T)
+WEIGHTS = torch.randn(2, T, 64, dtype=torch.float64)
 MASK = torch.ones_like(TOKENS)
-MASK[0, :2], MASK[1, -4:] = 0, 0
+MASK[0, :2] = 0
+MASK[1, -4:] = 0
 LABELS = TOKENS.clone()
 LABELS[:, ::3] = -100  # as many targets in each row, since the mean over processes is one of rows
 SHARDED = CASE["gated-deltanet-sliding"]
 PADDED = torch.ones_like(TOKENS)
-PADDED[0, :2], PADDED[:, -4:] = 0, 0  # the last of four processes gets nothing but padding
+PADDED[0, :2] = 0
+PADDED[:, -4:] = 0  # the last of four processes gets nothing but padding
 FEW_LABELS = TOKENS.masked_fill(PADDED == 0, -100)
 FEW_LABELS[0, 2:7] = -100
 
@@ -33,11 +36,16 @@ def of_rows(model, group, mask) -> list:
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     here = slice(rank * T // size, (rank + 1) * T // size)
     model.zero_grad()
-    logits = model(TOKENS, attention_mask=mask).logits * (1 if mask is None else mask[:, here, None])
+    logits = model(TOKENS, attention_mask=mask).logits * (
+        1 if mask is None else mask[:, here, None]
+    )
     (logits * WEIGHTS[:, here]).sum().backward()
     rows = torch.zeros(2, T, 64, dtype=logits.dtype)
     rows[:, here] = logits.detach()
-    found = [rows, *(torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in model.parameters())]
+    found = [
+        rows,
+        *(torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in model.parameters()),
+    ]
     for x in found if size > 1 else ():
         dist.all_reduce(x, group=group)
     return found
@@ -59,7 +67,10 @@ def learned(model) -> list:
     model.zero_grad()
     loss = model(TOKENS, attention_mask=PADDED, labels=FEW_LABELS).loss
     loss.backward()
-    found = [loss.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in model.parameters())]
+    found = [
+        loss.detach(),
+        *(torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in model.parameters()),
+    ]
     for x in found if dist.is_initialized() else ():
         dist.all_reduce(x)
         x /= dist.get_world_size()
@@ -82,7 +93,11 @@ def continued(model, group=None) -> list:
 def report(name: str, found: list, expected: list) -> None:
     """The largest difference, as part of the largest number of a tensor if that is above one."""
     pairs = zip(found, expected, strict=True)
-    print(name, max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in pairs), flush=True)
+    print(
+        name,
+        max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in pairs),
+        flush=True,
+    )
 
 
 def compare_losses(models: dict, expected: dict) -> None:
@@ -99,7 +114,10 @@ def main() -> None:
     torch.set_num_threads(1)
     cases = [CASE[name] for name in sys.argv[1:]] or filter(passes_gradients, FIRST_OF_KIND)
     models = {case.name: make_model(case).double() for case in cases}
-    expected = {name: [of_rows(model, None, mask) for mask in (None, MASK)] for name, model in models.items()}
+    expected = {
+        name: [of_rows(model, None, mask) for mask in (None, MASK)]
+        for name, model in models.items()
+    }
     prefilled = {case.name: make_model(case).double() for case in FIRST_OF_FAMILY}
     answers = {name: continued(model) for name, model in prefilled.items()}
     sharded = make_model(SHARDED).double().train()
@@ -108,9 +126,12 @@ def main() -> None:
     losses = {name: learned(model) for name, model in adding.items()}
     become(4)
     dist.init_process_group("gloo")
-    last, pairs = dist.get_rank() == 3, [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    last = dist.get_rank() == 3
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for name, model in models.items():
-        for group, mask, one in zip((dist.group.WORLD, pairs[dist.get_rank() // 2]), (None, MASK), expected[name]):
+        for group, mask, one in zip(
+            (dist.group.WORLD, pairs[dist.get_rank() // 2]), (None, MASK), expected[name]
+        ):
             if mask is not None and name not in prefilled and len(sys.argv) == 1:
                 continue
             with context_parallel(model, group):

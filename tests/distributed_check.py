@@ -55,7 +55,11 @@ def whole(x):
 
 def spread_by(way: str) -> DistributedConfig:
     """Over two processes; with experts in one process each, other parts are spread by tensor parallelism."""
-    return DistributedConfig(tp_size=2, ep_size=2) if way == "ep_size" else DistributedConfig(**{way: 2})
+    return (
+        DistributedConfig(tp_size=2, ep_size=2)
+        if way == "ep_size"
+        else DistributedConfig(**{way: 2})
+    )
 
 
 def main() -> None:
@@ -75,7 +79,9 @@ def main() -> None:
             print(which, (difference.abs().max() / expected.abs().max()).item(), flush=True)
     torch.distributed.barrier()
     sys.stdout.flush()
-    os._exit(0)  # without winding down: threads of gloo that still hold tensors then abort the process now and then
+    os._exit(
+        0
+    )  # without winding down: threads of gloo that still hold tensors then abort the process now and then
 
 
 if __name__ == "__main__":

@@ -30,8 +30,15 @@ def shard_on_the_cpu() -> None:
     """Accelerate shards on accelerators alone; tell it that the processes have one, with the CPU as device."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_TORCH_DEVICE": "cpu"}
-    os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    os.environ |= {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+    }
+    os.environ |= {
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    }
     PartialState._reset_state()
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
 

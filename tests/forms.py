@@ -35,9 +35,13 @@ def run(op, arguments, backend, **kwargs):
     o, state = op.op(**arguments, backend=backend, output_final_state=has_state, **kwargs)
     outputs = [o, *(x for x in tree_flatten(state)[0] if x is not None)]
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=generator).bfloat16().to(x) for x in outputs]  # exact in all dtypes
+    weights = [
+        torch.randn(x.shape, generator=generator).bfloat16().to(x) for x in outputs
+    ]  # exact in all dtypes
     inputs = [x for x in tree_flatten(arguments)[0] if is_real(x)]
-    gradients = torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, outputs)), inputs, allow_unused=True)
+    gradients = torch.autograd.grad(
+        sum((w * x).sum() for w, x in zip(weights, outputs)), inputs, allow_unused=True
+    )
     return outputs, gradients
 
 
@@ -59,7 +63,8 @@ def with_strong_gates(op, arguments):
 
 def tokens_of(arguments, part):
     """The same call for some of its tokens."""
-    shape, whole = arguments["q"].shape[:2], ("initial_state", "weights", "norm")
+    shape = arguments["q"].shape[:2]
+    whole = ("initial_state", "weights", "norm")
 
     def of(x):
         return x[:, part] if isinstance(x, torch.Tensor) and x.shape[:2] == shape else x
@@ -69,7 +74,8 @@ def tokens_of(arguments, part):
 
 def read_in_parts(op, arguments, bounds, **options):
     """The outputs of several calls, each of which goes on from the state of the one before, and the last state."""
-    state, outputs = arguments.get("initial_state"), []
+    state = arguments.get("initial_state")
+    outputs = []
     for start, end in zip(bounds, bounds[1:]):
         part = {**tokens_of(arguments, slice(start, end)), "initial_state": state}
         o, state = op(**part, output_final_state=True, **options)

@@ -34,7 +34,11 @@ class Hub(ThreadingHTTPServer):
     def version(self, repo: str, revision: str) -> tuple[str, dict[str, bytes]]:
         """The commit that a branch or a hash names."""
         commits = self.repos[repo]
-        return commits[-1] if revision == "main" else next(commit for commit in commits if commit[0] == revision)
+        return (
+            commits[-1]
+            if revision == "main"
+            else next(commit for commit in commits if commit[0] == revision)
+        )
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,10 +62,15 @@ class Handler(BaseHTTPRequestHandler):
         for method, pattern, answer in self.routes:
             match = re.fullmatch(pattern, self.path.split("?")[0])
             if match and self.command in method:
-                if self.command == "POST" and self.headers.get("Authorization") != "Bearer hf_dummy":
+                if (
+                    self.command == "POST"
+                    and self.headers.get("Authorization") != "Bearer hf_dummy"
+                ):
                     return self.send(401, {"error": "Invalid username or password."})
                 if "repo" in match.groupdict() and match["repo"] not in self.server.repos:
-                    return self.send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+                    return self.send(
+                        404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
+                    )
                 return answer(self, **match.groupdict())
         self.server.unanswered.append(f"{self.command} {self.path}")
         return self.send(404, {"error": "Not found"})
@@ -93,26 +102,53 @@ class Handler(BaseHTTPRequestHandler):
 
     def preupload(self, repo, revision):
         paths = [file["path"] for file in json.loads(self.body)["files"]]
-        files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for path in paths]
+        files = [
+            {"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            for path in paths
+        ]
         self.send(200, {"files": files})
 
     def commit(self, repo, revision):
         operations = [json.loads(line) for line in self.body.splitlines()]
         files = [operation["value"] for operation in operations if operation["key"] == "file"]
-        sha = self.server.commit(repo, {file["path"]: base64.b64decode(file["content"]) for file in files})
-        self.send(200, {"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha, "success": True})
+        sha = self.server.commit(
+            repo, {file["path"]: base64.b64decode(file["content"]) for file in files}
+        )
+        self.send(
+            200,
+            {
+                "commitUrl": f"{self.server.url}/{repo}/commit/{sha}",
+                "commitOid": sha,
+                "success": True,
+            },
+        )
 
     def info(self, repo, revision="main"):
         sha, files = self.server.version(repo, revision)
         siblings = [{"rfilename": path} for path in files]
-        self.send(200, {"id": repo, "modelId": repo, "sha": sha, "private": False, "siblings": siblings, "tags": []})
+        self.send(
+            200,
+            {
+                "id": repo,
+                "modelId": repo,
+                "sha": sha,
+                "private": False,
+                "siblings": siblings,
+                "tags": [],
+            },
+        )
 
     def tree(self, repo, revision):
         _, files = self.server.version(repo, revision)
         self.send(
             200,
             [
-                {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                {
+                    "type": "file",
+                    "path": path,
+                    "size": len(content),
+                    "oid": hashlib.sha1(content).hexdigest(),
+                }
                 for path, content in files.items()
             ],
         )
@@ -122,7 +158,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
         sha, files = self.server.version(repo, revision)
         if path not in files:
-            return self.send(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
+            return self.send(
+                404,
+                {"error": "Entry not found"},
+                {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha},
+            )
         etag = hashlib.sha1(files[path]).hexdigest()
         return self.send(200, files[path], {"ETag": f'"{etag}"', "X-Repo-Commit": sha})
 

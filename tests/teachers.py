@@ -51,7 +51,11 @@ QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_la
 LONG_ROPE = {
     "original_max_position_embeddings": 16,  # test texts are longer
     "max_position_embeddings": 64,
-    "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]},
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
 }
 GEMMA2 = {
     "head_dim": 12,
@@ -71,7 +75,11 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
     },
 }
-MINISTRAL = {"head_dim": 12, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+MINISTRAL = {
+    "head_dim": 12,
+    "sliding_window": 4,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 GRANITE = {
     "attention_bias": True,
     "mlp_bias": True,
@@ -99,17 +107,34 @@ TEACHERS = {
     "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen2-windows": (Qwen2Config, Qwen2ForCausalLM, QWEN2_WINDOWS),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0], "attention_bias": True}),
+    "qwen3": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3},
+    ),
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {"no_rope_layers": [1, 0], "attention_bias": True},
+    ),
     "smollm3-windows": (
         SmolLM3Config,
         SmolLM3ForCausalLM,
-        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4, "mlp_bias": True},
+        {
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "mlp_bias": True,
+        },
     ),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"attention_bias": True}),
     "phi3": (Phi3Config, Phi3ForCausalLM, {"tie_word_embeddings": True}),
     "phi3-window": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 4}),
-    "phi3-part": (Phi3Config, Phi3ForCausalLM, {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 99.0}}),
+    "phi3-part": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 99.0}},
+    ),
     "phi3-long": (Phi3Config, Phi3ForCausalLM, LONG_ROPE),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA3),
@@ -142,15 +167,21 @@ def text(length=200):
 
 def convert(teacher, tokens, *, run=Run(), quantized=None, scorer=None, **recipe):
     """A conversion by the parts of its recipe; what is no part of one is an option of the student's."""
-    options = {name: recipe.pop(name) for name in list(recipe) if name not in Recipe.__dataclass_fields__}
-    recipe, scores = Recipe(**{"to": "linear", "keep": "none", **recipe}, options=options), scorer and scorer.config
+    options = {
+        name: recipe.pop(name) for name in list(recipe) if name not in Recipe.__dataclass_fields__
+    }
+    recipe = Recipe(**{"to": "linear", "keep": "none", **recipe}, options=options)
+    scores = scorer and scorer.config
     plan = resolve(recipe, teacher.config, tokens, scores)
     return conversion.convert(teacher, tokens, plan, run, quantized=quantized, scorer=scorer)
 
 
 def same(a, b):
     """Whether two models have the same weights, bit for bit."""
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    return all(
+        torch.equal(x, y)
+        for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 def make_tokenizer():
@@ -166,4 +197,6 @@ def llama():
 
 def gpt2():
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)).eval()
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    ).eval()

@@ -28,12 +28,18 @@ CONVOLVING = [case for case in CASES if hasattr(make_config(case), "linear_conv_
 def addresses(cache):
     """The addresses of the states that do not grow."""
     layers = [layer for layer in cache.layers if isinstance(layer, MemoryLayer)]
-    return [x.data_ptr() for m in layers for name, x in m.states.items() if m.spec[name].growth == "fixed"]
+    return [
+        x.data_ptr()
+        for m in layers
+        for name, x in m.states.items()
+        if m.spec[name].growth == "fixed"
+    ]
 
 
 @every_recurrent_family
 def test_states_keep_their_address(case):
-    model, tokens = make_model(case), random_tokens(2, 6)
+    model = make_model(case)
+    tokens = random_tokens(2, 6)
     cache = read(model, tokens[:, :3])
     before = addresses(cache)
     assert before
@@ -48,7 +54,8 @@ def test_states_keep_their_address(case):
 @every_case
 @torch.no_grad()
 def test_a_cache_that_was_made_in_inference_mode_goes_on_outside_it(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 9)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 9)
     with torch.inference_mode():
         cache = read(model, tokens[:, :5])
     parts = [go_on(model, cache, part) for part in tokens[:, 5:].split([1, 3], 1)]
@@ -58,7 +65,8 @@ def test_a_cache_that_was_made_in_inference_mode_goes_on_outside_it(case):
 @every_recurrent_family
 @torch.no_grad()
 def test_a_static_or_recording_cache_of_inference_mode_goes_on_too(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 9)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 9)
     with torch.inference_mode():
         static = StaticCache(config=model.config, max_cache_len=9)
         go_on(model, static, tokens[:, :5])
@@ -68,7 +76,10 @@ def test_a_static_or_recording_cache_of_inference_mode_goes_on_too(case):
     recording.crop(-4)
     expected = model(tokens).logits[:, 5:]
     assert_close(go_on(model, recording, tokens[:, 3:])[:, 2:], expected)
-    assert_close(torch.cat([go_on(model, static, part) for part in tokens[:, 5:].split([1, 3], 1)], 1), expected)
+    assert_close(
+        torch.cat([go_on(model, static, part) for part in tokens[:, 5:].split([1, 3], 1)], 1),
+        expected,
+    )
     with torch.inference_mode():
         empty, full = (StaticCache(config=model.config, max_cache_len=9) for _ in range(2))
         go_on(model, full, tokens[:, :5])
@@ -79,7 +90,8 @@ def test_a_static_or_recording_cache_of_inference_mode_goes_on_too(case):
 
 @every_case
 def test_reset_forgets_everything(case):
-    model, tokens = make_model(case, **without_plain_attention(case)).double(), random_tokens(1, 6)
+    model = make_model(case, **without_plain_attention(case)).double()
+    tokens = random_tokens(1, 6)
     cache = read(model, random_tokens(1, 9, seed=1))
     cache.reset()
     assert_close(go_on(model, cache, tokens), model(tokens).logits)
@@ -96,7 +108,9 @@ def test_reset_forgets_everything(case):
     ids=["reorder", "select", "repeat"],
 )
 def test_rows_move_with_their_past(case, change, rows):
-    model, tokens, word = make_model(case).double(), random_tokens(3, 6), random_tokens(1, 1, seed=1)
+    model = make_model(case).double()
+    tokens = random_tokens(3, 6)
+    word = random_tokens(1, 1, seed=1)
     cache = read(model, tokens)
     change(cache)
     moved = go_on(model, cache, word.expand(len(rows), 1))
@@ -107,7 +121,9 @@ def test_rows_move_with_their_past(case, change, rows):
 
 @every_case
 def test_a_copied_cache_leads_its_own_life(case):
-    model, tokens, word = make_model(case).double(), random_tokens(1, 6), random_tokens(1, 1, seed=1)
+    model = make_model(case).double()
+    tokens = random_tokens(1, 6)
+    word = random_tokens(1, 1, seed=1)
     cache = read(model, tokens)
     other = copy.deepcopy(cache)
     expected = go_on(model, cache, word)
@@ -117,8 +133,11 @@ def test_a_copied_cache_leads_its_own_life(case):
 
 @every_recurrent_family
 def test_offloaded_states_come_back(case):
-    model, tokens, word = make_model(case).double(), random_tokens(1, 6), random_tokens(1, 1, seed=1)
-    cache, expected = read(model, tokens), go_on(model, read(model, tokens), word)
+    model = make_model(case).double()
+    tokens = random_tokens(1, 6)
+    word = random_tokens(1, 1, seed=1)
+    cache = read(model, tokens)
+    expected = go_on(model, read(model, tokens), word)
     for layer in cache.layers:
         layer.offload()
         assert all(state.device.type == "cpu" for state in layer.states.values())
@@ -129,7 +148,9 @@ def test_offloaded_states_come_back(case):
 @every_recurrent_family
 def test_size_does_not_grow_with_the_past(case):
     model = make_model(case, layer_types=["memory"] * 2)
-    assert state_bytes(read(model, random_tokens(1, 5))) == state_bytes(read(model, random_tokens(1, 50)))
+    assert state_bytes(read(model, random_tokens(1, 5))) == state_bytes(
+        read(model, random_tokens(1, 50))
+    )
 
 
 def recorded(model, tokens, lengths):
@@ -149,7 +170,9 @@ def recorded(model, tokens, lengths):
     ids=["a part", "all", "nothing", "a part of a piece", "all tokens one by one"],
 )
 def test_cropped_tokens_were_never_read(case, lengths, n):
-    model, tokens, word = make_model(case).double(), random_tokens(2, 13), random_tokens(2, 3, seed=1)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 13)
+    word = random_tokens(2, 3, seed=1)
     cache = recorded(model, tokens, lengths)
     before = addresses(cache)
     cache.crop(-n)
@@ -164,7 +187,9 @@ def test_cropped_tokens_were_never_read(case, lengths, n):
 
 @every_case
 def test_padded_tokens_are_cropped_too(case):
-    model, tokens, word = make_model(case).double(), random_tokens(2, 9), random_tokens(2, 1, seed=1)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 9)
+    word = random_tokens(2, 1, seed=1)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     caches = [DynamicCache(config=model.config) for _ in range(2)]
@@ -174,7 +199,10 @@ def test_padded_tokens_are_cropped_too(case):
             model(tokens[:, :3], attention_mask=mask[:, :3], past_key_values=cache)
             model(tokens[:, 3:length], attention_mask=mask[:, :length], past_key_values=cache)
         caches[0].crop(-3)
-        results = [model(word, attention_mask=mask[:, :7], past_key_values=cache).logits for cache in caches]
+        results = [
+            model(word, attention_mask=mask[:, :7], past_key_values=cache).logits
+            for cache in caches
+        ]
     assert_close(*results)
 
 
@@ -184,16 +212,27 @@ def test_a_token_of_padding_is_not_read(case):
     cache = read(model, random_tokens(2, 5))
     before = [x.clone() for layer in cache.layers for x in layer.states.values()]
     with torch.no_grad():
-        model(random_tokens(2, 1), attention_mask=torch.tensor(2 * [5 * [1] + [0]]), past_key_values=cache)
-    assert all(torch.equal(x, y) for x, y in zip(before, (x for m in cache.layers for x in m.states.values())))
+        model(
+            random_tokens(2, 1),
+            attention_mask=torch.tensor(2 * [5 * [1] + [0]]),
+            past_key_values=cache,
+        )
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(before, (x for m in cache.layers for x in m.states.values()))
+    )
 
 
 @pytest.mark.parametrize("case", CONVOLVING, ids=[case.name for case in CONVOLVING])
 @pytest.mark.parametrize("kernel_dim", [0, 3])
 def test_a_right_padded_cache_goes_on_as_the_row_alone(case, kernel_dim):
     """What stands at padding is no token, with a convolution that keeps it away and without one."""
-    model = make_model(case, **without_plain_attention(case), linear_conv_kernel_dim=kernel_dim).double()
-    tokens, words, mask = random_tokens(2, 6), random_tokens(2, 2, seed=1), torch.ones(2, 8, dtype=torch.long)
+    model = make_model(
+        case, **without_plain_attention(case), linear_conv_kernel_dim=kernel_dim
+    ).double()
+    tokens = random_tokens(2, 6)
+    words = random_tokens(2, 2, seed=1)
+    mask = torch.ones(2, 8, dtype=torch.long)
     mask[1, 3:6] = 0
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -203,7 +242,8 @@ def test_a_right_padded_cache_goes_on_as_the_row_alone(case, kernel_dim):
 
 
 def test_a_reset_ends_the_recording():
-    model, tokens = make_model(CASES[0]), random_tokens(1, 9)
+    model = make_model(CASES[0])
+    tokens = random_tokens(1, 9)
     cache = recorded(model, tokens, [4, 5])
     cache.reset()
     go_on(model, cache, tokens)
@@ -212,7 +252,8 @@ def test_a_reset_ends_the_recording():
 
 
 def test_more_than_was_recorded_cannot_be_cropped():
-    model, tokens = make_model(CASES[0]), random_tokens(1, 9)
+    model = make_model(CASES[0])
+    tokens = random_tokens(1, 9)
     cache = read(model, tokens)
     with pytest.raises(RuntimeError, match="cannot undo 1 tokens: 0 were recorded"):
         cache.crop(-1)
@@ -230,7 +271,9 @@ def test_more_than_was_recorded_cannot_be_cropped():
 @pytest.mark.parametrize("copied", ["recording", "cropped"])
 def test_a_copied_recording_needs_no_model(case, copied):
     """Its rows move with it; whichever model comes next reads again what stays."""
-    model, tokens, word = make_model(case).double(), random_tokens(2, 9), random_tokens(2, 1, seed=1)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 9)
+    word = random_tokens(2, 1, seed=1)
     cache = recorded(model, tokens, [4, 2, 3])
     if copied == "cropped":
         cache.crop(-4)
@@ -240,14 +283,17 @@ def test_a_copied_recording_needs_no_model(case, copied):
     other.reorder_cache(torch.tensor([1, 0, 0]))
     if copied == "recording":
         other.crop(-4)
-    model, rows = make_model(case).double(), [1, 0, 0]
+    model = make_model(case).double()
+    rows = [1, 0, 0]
     expected = go_on(model, read(model, tokens[rows, :5]), word[rows])
     assert_close(go_on(model, other, word[rows]), expected)
 
 
 @every_recurrent_family
 def test_everything_can_be_undone(case):
-    model, tokens, word = make_model(case).double(), random_tokens(1, 5), random_tokens(1, 2, seed=1)
+    model = make_model(case).double()
+    tokens = random_tokens(1, 5)
+    word = random_tokens(1, 2, seed=1)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
     go_on(model, cache, tokens)
@@ -258,11 +304,9 @@ def test_everything_can_be_undone(case):
 @every_recurrent_family
 def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
     monkeypatch.setattr(MemoryLayer, "window", 4)
-    model, tokens, word = (
-        make_model(case, layer_types=["memory"] * 2).double(),
-        random_tokens(1, 20),
-        random_tokens(1, 1, seed=1),
-    )
+    model = make_model(case, layer_types=["memory"] * 2).double()
+    tokens = random_tokens(1, 20)
+    word = random_tokens(1, 1, seed=1)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
     go_on(model, cache, tokens[:, :10])  # a prefill, of which the last four can be undone
@@ -314,7 +358,8 @@ def test_states_are_what_the_mixers_declare(case):
 def test_states_have_the_dtypes_that_are_declared_whatever_computes_them(case, autocast):
     """Under autocast, and in a model of low precision."""
     model = make_model(case) if autocast else make_model(case).to(torch.bfloat16)
-    cache, tokens = DynamicCache(config=model.config), random_tokens(2, 11)
+    cache = DynamicCache(config=model.config)
+    tokens = random_tokens(2, 11)
     with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
         for part in tokens.split([7, 1, 2, 1], 1):
             go_on(model, cache, part)
@@ -324,11 +369,14 @@ def test_states_have_the_dtypes_that_are_declared_whatever_computes_them(case, a
             assert {name: x.dtype for name, x in layer.states.items()} == dtypes
 
 
-@pytest.mark.parametrize("case", [CASE["deltanet-window"], CASE["mamba3"]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [CASE["deltanet-window"], CASE["mamba3"]], ids=lambda case: case.name
+)
 @torch.no_grad()
 def test_autocast_costs_no_more_after_many_tokens(case):
     """Sums over tokens would stop growing in bfloat16."""
-    model, tokens = make_model(case, num_hidden_layers=1, **_of_first_layer(case)), random_tokens(1, 1400)
+    model = make_model(case, num_hidden_layers=1, **_of_first_layer(case))
+    tokens = random_tokens(1, 1400)
     found = []
     for on in (False, True):
         cache = DynamicCache(config=model.config)

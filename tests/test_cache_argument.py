@@ -4,7 +4,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from cases import CASES, every_family, every_kind_of_layer, family_of, generate, make_config, make_model, random_tokens
+from cases import (
+    CASES,
+    every_family,
+    every_kind_of_layer,
+    family_of,
+    generate,
+    make_config,
+    make_model,
+    random_tokens,
+)
 from comparing import assert_close
 from hf_memory.cache_argument import CACHE, NAMES, cache_name, cache_of, named_cache
 
@@ -23,7 +32,8 @@ OTHERS = ("past_key_value", "cache_params", "kv_cache", "layer_past", "state", "
 
 def call(entry: str, **given):
     """Give arguments to what takes a cache: a model, a part of it, or a function of it."""
-    model, tokens = make_model(CASES[0]), random_tokens(1, 3)
+    model = make_model(CASES[0])
+    tokens = random_tokens(1, 3)
     hidden = torch.zeros(1, 1, model.config.hidden_size)
     mixer = model.model.layers[0].mixer
     angles = model.model.angles(hidden, torch.zeros(1, 1, dtype=torch.long))["position_embeddings"]
@@ -48,7 +58,8 @@ def classifier(case, part: str):
 @every_kind_of_layer
 @both_names
 def test_decoding_with_a_cache_of_either_name_changes_no_token(case, name):
-    model, tokens = make_model(case).double(), random_tokens(2, 5)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 5)
     expected = generate(model, tokens, use_cache=False)
     cache = DynamicCache(config=model.config)
     assert torch.equal(generate(model, tokens, **{name: cache}), expected)
@@ -58,7 +69,8 @@ def test_decoding_with_a_cache_of_either_name_changes_no_token(case, name):
 @every_family
 @both_names
 def test_parts_of_a_text_after_a_cache_of_either_name_equal_the_whole_text(case, name):
-    model, tokens = make_model(case).double(), random_tokens(2, 7)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 7)
     given = {name: DynamicCache(config=model.config)}
     parts = [model(part, **given).logits for part in tokens.split((4, 1, 2), dim=1)]
     assert_close(torch.cat(parts, 1), model(tokens).logits)
@@ -68,7 +80,8 @@ def test_parts_of_a_text_after_a_cache_of_either_name_equal_the_whole_text(case,
 @both_names
 @torch.no_grad()
 def test_a_classifier_reads_a_cache_of_either_name(case, name):
-    model, tokens = classifier(case, "token_classifier"), random_tokens(2, 7)
+    model = classifier(case, "token_classifier")
+    tokens = random_tokens(2, 7)
     given = {name: DynamicCache(config=model.config)}
     parts = [model(part, **given).logits for part in tokens.split((4, 3), dim=1)]
     assert_close(torch.cat(parts, 1), model(tokens).logits)
@@ -84,7 +97,8 @@ def test_inputs_of_generation_have_the_cache_of_either_name(name):
 
 @both_names
 def test_recomputed_layers_write_to_no_cache(name):
-    model, tokens = make_model(CASES[0]), random_tokens(2, 5)
+    model = make_model(CASES[0])
+    tokens = random_tokens(2, 5)
     model.train()
     model.activation_checkpointing_enable()
     cache = DynamicCache(config=model.config)
@@ -94,7 +108,9 @@ def test_recomputed_layers_write_to_no_cache(name):
 
 def test_a_cache_may_be_given_by_both_names_if_it_is_the_same():
     cache = DynamicCache()
-    assert named_cache({"cache": cache, "past_key_values": cache}, "past_key_values") == {"past_key_values": cache}
+    assert named_cache({"cache": cache, "past_key_values": cache}, "past_key_values") == {
+        "past_key_values": cache
+    }
     assert named_cache({"cache": None, "past_key_values": cache, "use_cache": True}) == {
         "use_cache": True,
         "cache": cache,
@@ -111,7 +127,9 @@ def test_two_different_caches_are_refused(entry):
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_cache_of_another_name_is_refused(entry, name):
-    with pytest.raises(ValueError, match=f"must be given as cache or past_key_values, got DynamicCache as {name}"):
+    with pytest.raises(
+        ValueError, match=f"must be given as cache or past_key_values, got DynamicCache as {name}"
+    ):
         call(entry, **{name: DynamicCache()})
 
 
@@ -128,7 +146,12 @@ def test_what_is_no_cache_is_refused(name):
 
 
 def test_other_arguments_are_passed_on():
-    other = {"use_cache": True, "cache_position": torch.arange(3), "cache_implementation": "static", "labels": None}
+    other = {
+        "use_cache": True,
+        "cache_position": torch.arange(3),
+        "cache_implementation": "static",
+        "labels": None,
+    }
     assert named_cache(other) == other
 
 

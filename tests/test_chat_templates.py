@@ -42,7 +42,9 @@ def test_a_template_that_does_not_end_is_ended_and_others_go_on(template, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(chat_template, "SECONDS", 0.5)
         begin = time.monotonic()
-        with pytest.raises(ValueError, match=f"raised an error for this conversation: {ENDED[template]}"):
+        with pytest.raises(
+            ValueError, match=f"raised an error for this conversation: {ENDED[template]}"
+        ):
             read_tokens([tmp_path / "talk.jsonl"], tokenizer_with(template))
         assert time.monotonic() - begin < 20
     assert apply_template(tokenizer_with(PLAIN), TALK) == "w4 w7 w2 w4 w8 w2 "
@@ -51,7 +53,9 @@ def test_a_template_that_does_not_end_is_ended_and_others_go_on(template, tmp_pa
 @pytest.mark.parametrize("template", FAIL)
 def test_a_template_that_fails_is_explained_and_its_process_goes_on(template):
     running = chat_template._process.running
-    with pytest.raises(ValueError, match=f"raised an error for this conversation: {FAIL[template]}"):
+    with pytest.raises(
+        ValueError, match=f"raised an error for this conversation: {FAIL[template]}"
+    ):
         apply_template(tokenizer_with(template), TALK)
     assert apply_template(tokenizer_with(PLAIN), TALK)
     assert running in (None, chat_template._process.running)
@@ -85,7 +89,10 @@ def test_of_several_templates_the_default_is_applied(tmp_path):
     tokenizer = tokenizer_with({"default": PLAIN, "tool_use": "{{ raise_exception('no tools') }}"})
     for assistant_only in (False, True):
         read = read_tokens(
-            [tmp_path / "talk.jsonl"], tokenizer, assistant_only=assistant_only, cache=tmp_path / "cache"
+            [tmp_path / "talk.jsonl"],
+            tokenizer,
+            assistant_only=assistant_only,
+            cache=tmp_path / "cache",
         )
         assert read.tokens.tolist() == [4, 7, 2, 4, 8, 2]
     with pytest.raises(ValueError, match="multiple chat templates with no default"):
@@ -93,7 +100,10 @@ def test_of_several_templates_the_default_is_applied(tmp_path):
 
 
 def test_several_processes_render_as_one_does(tmp_path, monkeypatch):
-    rows = "".join(json.dumps({"messages": [{"role": "user", "content": f"w{i}"}]}) + "\n" for i in range(3, 40))
+    rows = "".join(
+        json.dumps({"messages": [{"role": "user", "content": f"w{i}"}]}) + "\n"
+        for i in range(3, 40)
+    )
     (tmp_path / "a.jsonl").write_text(rows)
     texts = []
     for number in (1, 2):
@@ -110,7 +120,9 @@ def test_threads_get_their_own_answers():
 
     def render(word):
         talk = [{"role": "user", "content": word}]
-        found[word] = {apply_template(tokenizer_with("{{ messages[0].content }}"), talk) for _ in range(20)}
+        found[word] = {
+            apply_template(tokenizer_with("{{ messages[0].content }}"), talk) for _ in range(20)
+        }
 
     threads = [threading.Thread(target=render, args=(f"w{i}",)) for i in range(4)]
     for thread in threads:

@@ -21,7 +21,8 @@ def module(monkeypatch):
 
 
 def test_a_stopped_claim_goes_on_with_the_run_that_is_missing(module, tmp_path):
-    stop, ran = [1], []
+    stop = [1]
+    ran = []
 
     def measure(*, seed):
         ran.append(seed)
@@ -33,7 +34,15 @@ def test_a_stopped_claim_goes_on_with_the_run_that_is_missing(module, tmp_path):
         figure.subplots().plot([row["accuracy"] for row in rows])
 
     claim = module("claim").Claim(
-        "small", "", "", 3, lambda rows: ({"seed": i} for i in range(3)), measure, list, draw, lambda rows: ("", "")
+        "small",
+        "",
+        "",
+        3,
+        lambda rows: ({"seed": i} for i in range(3)),
+        measure,
+        list,
+        draw,
+        lambda rows: ("", ""),
     )
     with pytest.raises(KeyboardInterrupt):
         claim.go_on(tmp_path)
@@ -43,15 +52,25 @@ def test_a_stopped_claim_goes_on_with_the_run_that_is_missing(module, tmp_path):
     rows = claim.go_on(tmp_path)
     assert ran == [0, 1, 1, 2]
     assert [row["seed"] for row in rows] == [0, 1, 2]
-    assert claim.rows(tmp_path) == [{**row, "accuracy": pytest.approx(row["accuracy"], rel=1e-4)} for row in rows]
+    assert claim.rows(tmp_path) == [
+        {**row, "accuracy": pytest.approx(row["accuracy"], rel=1e-4)} for row in rows
+    ]
     assert sorted(x.name for x in tmp_path.iterdir()) == ["small.jsonl", "small.png"]
 
 
 def test_other_seeds_have_the_rate_that_was_best(module):
     sweep = module("claim").sweep
-    rows = [{"model": "a", "lr": lr, "seed": 0, "accuracy": accuracy} for lr, accuracy in ((1, 0.5), (2, 0.9))]
+    rows = [
+        {"model": "a", "lr": lr, "seed": 0, "accuracy": accuracy}
+        for lr, accuracy in ((1, 0.5), (2, 0.9))
+    ]
     assert [(x["lr"], x["seed"]) for x in sweep("a", (1, 2), 3, rows[:1])] == [(1, 0), (2, 0)]
-    assert [(x["lr"], x["seed"]) for x in sweep("a", (1, 2), 3, rows)] == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    assert [(x["lr"], x["seed"]) for x in sweep("a", (1, 2), 3, rows)] == [
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +83,10 @@ def test_other_seeds_have_the_rate_that_was_best(module):
         ("levels", {"model": "Mamba-2, log-linear", "lr": 0.01, "seed": 0, "steps": 1}),
         ("facts", {"model": "16,384 slots", "seed": 0, "facts": 64, "steps": 1}),
         ("regression", {"keys": "equal", "noise": 0.5, "memory": "MesaNet", "seed": 0}),
-        ("groups", {"group": "Z3", "model": "DeltaProduct, [-1, 1], two steps", "seed": 0, "steps": 2}),
+        (
+            "groups",
+            {"group": "Z3", "model": "DeltaProduct, [-1, 1], two steps", "seed": 0, "steps": 2},
+        ),
         ("context", {"rule": "network", "memory": "TTT-Linear", "seed": 0}),
         ("positions", {"position": "alibi", "seed": 0, "steps": 1}),
         ("pasts", {"model": "window of 32", "seed": 0, "steps": 1}),
@@ -82,7 +104,9 @@ def test_a_small_setting_measures_what_the_results_have(module, name, options):
 
 def test_a_product_is_a_sum_modulo_three_where_the_group_is_one(module):
     groups = module("groups")
-    tokens, targets = groups.products(groups.GROUPS["Z3"], 2, 8, 4, torch.Generator().manual_seed(0), last=5)
+    tokens, targets = groups.products(
+        groups.GROUPS["Z3"], 2, 8, 4, torch.Generator().manual_seed(0), last=5
+    )
     elements = tokens[:, ::2]
     assert tokens[:, 1::2].equal(elements + 3)
     assert targets[:, 7::2].equal((elements.cumsum(1) % 3)[:, 3:])
@@ -92,5 +116,9 @@ def test_a_product_is_a_sum_modulo_three_where_the_group_is_one(module):
 
 def test_the_page_says_what_the_results_say(module):
     claims = runpy.run_path(str(CLAIMS / "__main__.py"), run_name="claims")["CLAIMS"]
-    stale = [file.name for file, text in module("page").texts(claims.values()).items() if file.read_text() != text]
+    stale = [
+        file.name
+        for file, text in module("page").texts(claims.values()).items()
+        if file.read_text() != text
+    ]
     assert not stale, "run python benchmarks/claims --page"

@@ -26,8 +26,12 @@ def test_convert_info_generate(run, teacher, text, tmp_path):
     code, out, err = run("convert", teacher, "--text", text, "--output", student, *FAST, *keep)
     assert (code, err) == (0, "")
     assert 0 < out.index("win and tie") < out.index("perplexity")
-    card, results = (student / "README.md").read_text(), json.loads((student / "results.json").read_text())
-    places = [card.index(x) for x in ("| 256 | teacher", "compare nothing", "| copying | 0 [", "2 of each kind")]
+    card = (student / "README.md").read_text()
+    results = json.loads((student / "results.json").read_text())
+    places = [
+        card.index(x)
+        for x in ("| 256 | teacher", "compare nothing", "| copying | 0 [", "2 of each kind")
+    ]
     assert places == sorted(places)
     scored = ["retrieval" in row for row in results["rows"].values()]
     assert scored == [True, False, True]  # the student before training has no scores
@@ -57,7 +61,9 @@ def test_the_default_is_what_the_documentation_advises(run, teacher, text, tmp_p
     assert distillation.items() <= run_file["distillation"].items()
     config = json.loads((output / "config.json").read_text())
     assert sum(map(len, config["full_attention_heads"])) == 1
-    (kept,) = [f"{i}/{head}" for i, heads in enumerate(config["full_attention_heads"]) for head in heads]
+    (kept,) = [
+        f"{i}/{head}" for i, heads in enumerate(config["full_attention_heads"]) for head in heads
+    ]
     assert "layer/head" in out
     assert kept in out
     assert f"{kept} (" in (output / "README.md").read_text()
@@ -65,17 +71,31 @@ def test_the_default_is_what_the_documentation_advises(run, teacher, text, tmp_p
 
 
 def test_a_goal_decides_what_is_kept(run, teacher, text, tmp_path):
-    command = "convert", teacher, "--text", text, "--output", tmp_path / "student", "-o", "sliding_window=16"
+    command = (
+        "convert",
+        teacher,
+        "--text",
+        text,
+        "--output",
+        tmp_path / "student",
+        "-o",
+        "sliding_window=16",
+    )
     short = "--distillation", "steps=2,length=64", "--dry-run"
     code, out, err = run(*command, *short, "--goal", "kl=9")
     assert (code, err) == (0, "")
     assert out.index("1/25") < out.index("plan") < out.index("in 1 key-value heads")
-    for flags, message in ((["kl=x"], "goal must be kl=NUMBER"), (["kl=1", "--keep", "1"], "not be given with keep")):
+    for flags, message in (
+        (["kl=x"], "goal must be kl=NUMBER"),
+        (["kl=1", "--keep", "1"], "not be given with keep"),
+    ):
         code, _, err = run(*command, *short, "--goal", *flags)
         assert (code, message in err) == (2, True)
 
 
-def test_a_student_is_saved_before_it_is_measured_and_measuring_goes_on(run, teacher, text, tmp_path, monkeypatch):
+def test_a_student_is_saved_before_it_is_measured_and_measuring_goes_on(
+    run, teacher, text, tmp_path, monkeypatch
+):
     def no_time(*args, **kwargs):
         raise OSError("no time")
 
@@ -84,29 +104,41 @@ def test_a_student_is_saved_before_it_is_measured_and_measuring_goes_on(run, tea
     with monkeypatch.context() as patch:
         patch.setattr(tasks, "cost", no_time)
         assert run(*command)[0] == 2
-    assert run("generate", tmp_path / "student", "--prompt", "the snake", "--max-new-tokens", 2)[0] == 0
+    assert (
+        run("generate", tmp_path / "student", "--prompt", "the snake", "--max-new-tokens", 2)[0]
+        == 0
+    )
     weights = (tmp_path / "student" / "model.safetensors").read_bytes()
     assert "nothing was measured" in (tmp_path / "student" / "README.md").read_text()
     code, _, err = run(*command, "--seed", 1)
     assert (code, "output must be a new folder" in err) == (2, True)  # this is another run
     again = tasks.perplexity_by_position
-    monkeypatch.setattr(tasks, "perplexity_by_position", lambda *args, **how: asked.append(1) or again(*args, **how))
+    monkeypatch.setattr(
+        tasks, "perplexity_by_position", lambda *args, **how: asked.append(1) or again(*args, **how)
+    )
     assert run(*command)[0] == 0
     assert len(asked) == 2  # the student's, before and after: the teacher's is known
     assert (tmp_path / "student" / "model.safetensors").read_bytes() == weights
-    assert {"README.md", "evaluation.json"} & {x.name for x in (tmp_path / "student").iterdir()} == {"README.md"}
+    assert {"README.md", "evaluation.json"} & {
+        x.name for x in (tmp_path / "student").iterdir()
+    } == {"README.md"}
     assert run(*command)[0] == 2  # now it is finished
 
 
 def test_an_output_is_claimed_before_any_work(run, teacher, text, tmp_path, monkeypatch):
-    command, tune = ("convert", teacher, *FAST), ("fine-tune", teacher, "--steps", 1, "--length", 32)
+    command = ("convert", teacher, *FAST)
+    tune = ("fine-tune", teacher, "--steps", 1, "--length", 32)
     lock = tmp_path / ".student.lock"
     lock.write_text("process 1 on a machine")  # of a process that was killed
     with claimed(tmp_path / "student"):
         for words in (command, tune, ["demo"]):
             text_of = [] if words == ["demo"] else ["--text", text]
             code, _, err = run(*words, *text_of, "--output", tmp_path / "student")
-            assert (code, "output must not be in use" in err, f"to which process {os.getpid()}" in err) == (
+            assert (
+                code,
+                "output must not be in use" in err,
+                f"to which process {os.getpid()}" in err,
+            ) == (
                 2,
                 True,
                 True,
@@ -115,36 +147,67 @@ def test_an_output_is_claimed_before_any_work(run, teacher, text, tmp_path, monk
     (tmp_path / "student").mkdir()
     (tmp_path / "student" / "results.json").write_text("{}")
     code, out, err = run("demo", "--output", tmp_path / "student")  # a student, not a demo
-    assert (code, out, "output must be a new folder or the result of an earlier run" in err) == (2, "", True)
+    assert (code, out, "output must be a new folder or the result of an earlier run" in err) == (
+        2,
+        "",
+        True,
+    )
 
 
 def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text, tmp_path):
-    student, window = tmp_path / "student", ["-o", "sliding_window=32"]
-    code, out, _ = run("convert", teacher, "--text", text, "--output", student, *FAST, "--to", "attention", *window)
+    student = tmp_path / "student"
+    window = ["-o", "sliding_window=32"]
+    code, out, _ = run(
+        "convert", teacher, "--text", text, "--output", student, *FAST, "--to", "attention", *window
+    )
     assert code == 0
     models = ["teacher", "before training", "student"]
     lines = [" ".join(line.split()) for line in out.splitlines()]
     shown = [line for line in lines if line.startswith("256 ")]
-    assert [line.startswith(f"256 {name} ") for line, name in zip(shown, models, strict=True)] == 3 * [True]
+    assert [
+        line.startswith(f"256 {name} ") for line, name in zip(shown, models, strict=True)
+    ] == 3 * [True]
     rows = json.loads((student / "results.json").read_text())["rows"]
     assert list(rows) == models
     untrained = rows["before training"]
     near, beyond = (untrained["agreement"][at]["KL"]["value"] for at in ("32", "64"))
     assert near < beyond / 100  # within its window it is its teacher
     assert set(untrained["recall"]) == set(untrained["speed"]) == {"256"}
-    assert "those of tokens N/2 + 1 to N, in 16 windows of 256 tokens" in (student / "README.md").read_text()
+    assert (
+        "those of tokens N/2 + 1 to N, in 16 windows of 256 tokens"
+        in (student / "README.md").read_text()
+    )
 
 
 def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):
     student = tmp_path / "student"
-    code, out, _ = run("convert", teacher, "--text", text, "--output", student, *FAST, "--keep-attention", "auto:1/2")
+    code, out, _ = run(
+        "convert",
+        teacher,
+        "--text",
+        text,
+        "--output",
+        student,
+        *FAST,
+        "--keep-attention",
+        "auto:1/2",
+    )
     assert code == 0
     assert re.search(r"layer [01] +-?\d+\.\d\d +\d+\.\d{3} +yes", out)
     assert re.search(r"kept_layers \| [01] \(auto:1/2\)", (student / "README.md").read_text())
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_path):
-    command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST, "--dry-run"]
+    command = [
+        "convert",
+        teacher,
+        "--text",
+        text,
+        "--output",
+        tmp_path / "student",
+        *FAST,
+        "--dry-run",
+    ]
     code, out, err = run(*command, "--keep", "1/2")
     assert (code, err) == (0, "")
     weights = sum(x.numel() for x in LlamaForCausalLM.from_pretrained(teacher).parameters())
@@ -155,7 +218,10 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     assert "cache of 1,024 tokens 0.13 MB, 50.4% of the teacher's 0.26 MB" in lines
     assert run(*command, "--keep", "auto")[0] == 0
     code, out, _ = run(*command, "--to", "attention", "--servable", "--keep", "auto")
-    assert (code, "in 1 layers ranked by their heads' part in the divergence" in " ".join(out.split())) == (0, True)
+    assert (
+        code,
+        "in 1 layers ranked by their heads' part in the divergence" in " ".join(out.split()),
+    ) == (0, True)
     assert list(tmp_path.iterdir()) == []
     code, out, err = run(*command, "--transfer", "length=4096")
     assert (code, out) == (2, "")
@@ -170,15 +236,29 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     flags = {"to": "gated", "keep-attention": [1], "transfer": [SHORT], "cross-entropy": 0.5}
     flags["distillation"] = {"steps": 9, "batch_size": 2, "length": 32}
     options = {"gate": "scalar", "memory_rope": False}
-    file.write_text(yaml.safe_dump({"teacher": str(teacher), "text": {str(text): 0.5}, "option": options, **flags}))
-    code, _, err = run("convert", "--config", file, "--output", first, "--distillation", "steps=2", "--seed", 3)
+    file.write_text(
+        yaml.safe_dump(
+            {"teacher": str(teacher), "text": {str(text): 0.5}, "option": options, **flags}
+        )
+    )
+    code, _, err = run(
+        "convert", "--config", file, "--output", first, "--distillation", "steps=2", "--seed", 3
+    )
     assert (code, err) == (0, "")
     config = AutoConfig.from_pretrained(first)
-    assert (config.model_type, config.gate, config.memory_rope) == ("hf_memory_gated", "scalar", False)
+    assert (config.model_type, config.gate, config.memory_rope) == (
+        "hf_memory_gated",
+        "scalar",
+        False,
+    )
     described = yaml.safe_load((first / "run.yaml").read_text())
     assert (described["teacher"], described["text"]) == (str(teacher), [f"{text}=0.5"])
     assert described["option"] == ["gate=scalar", "memory_rope=false"]
-    assert (described["keep-attention"], described["seed"], described["cross-entropy"]) == ("1", 3, 0.5)
+    assert (described["keep-attention"], described["seed"], described["cross-entropy"]) == (
+        "1",
+        3,
+        0.5,
+    )
     assert json.loads((first / "results.json").read_text())["recipe"]["cross_entropy"] == 0.5
     given = {"steps": 2, "batch_size": 2, "length": 32}  # other fields have their defaults
     assert described["transfer"] == {**Recipe().transfer._asdict(), **given}
@@ -202,34 +282,65 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
         ("[" * 999, "config must be a YAML file, got"),
         ("a: &a [x, x]\nb: *a", "config must be a YAML file, got .*run.yaml: it has an alias"),
         ("seed: " + "9" * 9999, "config must be a YAML file, got"),
-        ("seed: 1\n" + "#" * 2**16, "config must be a file of at most 65,536 bytes, got .*run.yaml of 65,544 bytes"),
+        (
+            "seed: 1\n" + "#" * 2**16,
+            "config must be a file of at most 65,536 bytes, got .*run.yaml of 65,544 bytes",
+        ),
     ],
 )
 def test_a_wrong_file_is_explained(run, teacher, text, tmp_path, content, sentence):
     (tmp_path / "run.yaml").write_text(content)
-    command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", "--config", tmp_path / "run.yaml"]
+    command = [
+        "convert",
+        teacher,
+        "--text",
+        text,
+        "--output",
+        tmp_path / "student",
+        "--config",
+        tmp_path / "run.yaml",
+    ]
     code, out, err = run(*command)
     assert (code, out) == (2, "")
     assert re.search(sentence, " ".join(err.split()))
 
 
-def test_a_run_file_that_is_a_pipe_or_stands_for_very_much_is_refused_at_once(run, teacher, text, tmp_path):
+def test_a_run_file_that_is_a_pipe_or_stands_for_very_much_is_refused_at_once(
+    run, teacher, text, tmp_path
+):
     os.mkfifo(tmp_path / "pipe")
-    bomb = "a: &a [x, x]\n" + "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in pairwise("abcdefghijkl"))
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in pairwise("abcdefghijkl")
+    )
     (tmp_path / "bomb.yaml").write_text(bomb)
-    for name, sentence in (("pipe", "config must be a file, not a pipe"), ("bomb.yaml", "it has an alias")):
-        code, _, err = run("convert", teacher, "--text", text, "--output", tmp_path / "x", "--config", tmp_path / name)
+    for name, sentence in (
+        ("pipe", "config must be a file, not a pipe"),
+        ("bomb.yaml", "it has an alias"),
+    ):
+        code, _, err = run(
+            "convert",
+            teacher,
+            "--text",
+            text,
+            "--output",
+            tmp_path / "x",
+            "--config",
+            tmp_path / name,
+        )
         assert code == 2
         assert sentence in " ".join(err.split())
 
 
 def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, text, tmp_path):
-    student, folder = tmp_path / "student", tmp_path / "export"
+    student = tmp_path / "student"
+    folder = tmp_path / "export"
     code, _, err = run("convert", teacher, "--servable", "--text", text, "--output", student, *FAST)
     assert (code, student.exists()) == (2, False)
     assert "to must be attention or deltanet or gated for a servable student, got 'linear'" in err
     servable = ["--to", "gated", "--servable"]
-    code, _, err = run("convert", teacher, *servable, "-o", "memory_rope=true", "--text", text, "--output", student)
+    code, _, err = run(
+        "convert", teacher, *servable, "-o", "memory_rope=true", "--text", text, "--output", student
+    )
     assert (code, student.exists()) == (2, False)
     assert "granite needs memory_rope=False" in err
     assert run("convert", teacher, "--text", text, "--output", student, *FAST, *servable)[0] == 0
@@ -238,8 +349,15 @@ def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, te
     assert "target qwen3_5 is for models of type hf_memory_deltanet" in err
     code, out, err = run("export", student, "--output", folder)
     assert (code, err) == (0, "")
-    assert re.search("granitemoehybrid, logits within .e-0[5-8].*vLLM: supported.*MLX: not supported", out, re.DOTALL)
-    assert "generated_text" in pipeline("text-generation", str(folder))("the snake", max_new_tokens=4)[0]
+    assert re.search(
+        "granitemoehybrid, logits within .e-0[5-8].*vLLM: supported.*MLX: not supported",
+        out,
+        re.DOTALL,
+    )
+    assert (
+        "generated_text"
+        in pipeline("text-generation", str(folder))("the snake", max_new_tokens=4)[0]
+    )
 
 
 def test_options_reach_the_config(run, teacher, text, tmp_path):
@@ -252,7 +370,15 @@ def test_options_reach_the_config(run, teacher, text, tmp_path):
 
 
 def test_values_are_read_as_what_they_look_like():
-    pairs = ["bf16=False", "a=true", "lr=1e-3", "n=2", "gate=none", "past=[cache, xl]", "heads=[[1, 2], []]"]
+    pairs = [
+        "bf16=False",
+        "a=true",
+        "lr=1e-3",
+        "n=2",
+        "gate=none",
+        "past=[cache, xl]",
+        "heads=[[1, 2], []]",
+    ]
     assert read_pairs(pairs) == {
         "bf16": False,
         "a": True,
@@ -279,19 +405,45 @@ def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
     [
         (["generate", "no/such/model", "--prompt", "a"], "Error: "),
         (["info", "/no/such/folder"], "model must be a folder that exists"),
-        (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "--to", "lstm"], "to must be one of attention,"),
-        (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "gate"], "option must look like name=value"),
         (
-            ["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "--to", "linear", "-o", "feature_map=x"],
+            ["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "--to", "lstm"],
+            "to must be one of attention,",
+        ),
+        (
+            ["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "gate"],
+            "option must look like name=value",
+        ),
+        (
+            [
+                "convert",
+                "TEACHER",
+                "--text",
+                "TEXT",
+                "--output",
+                "OUT",
+                "--to",
+                "linear",
+                "-o",
+                "feature_map=x",
+            ],
             "feature_map must be one",
         ),
-        (["convert", "TEACHER", "--text", "/no/such/file", "--output", "OUT"], "No such file or directory"),
-        (["convert", "TEACHER", "--text", "TEACHER/config.json", "--output", "OUT"], "text must be a plain file"),
+        (
+            ["convert", "TEACHER", "--text", "/no/such/file", "--output", "OUT"],
+            "No such file or directory",
+        ),
+        (
+            ["convert", "TEACHER", "--text", "TEACHER/config.json", "--output", "OUT"],
+            "text must be a plain file",
+        ),
         (
             ["convert", "TEACHER", "--text", "TEXT", "--text", "b=0.3", "--output", "OUT"],
             "all texts or none must have a",
         ),
-        (["demo", "--output", "TEACHER"], "output must be a new folder or the result of an earlier run"),
+        (
+            ["demo", "--output", "TEACHER"],
+            "output must be a new folder or the result of an earlier run",
+        ),
     ],
 )
 def test_errors_are_sentences(run, teacher, text, tmp_path, arguments, sentence):
@@ -312,7 +464,8 @@ def test_the_demo_writes_what_it_shows_and_can_run_again(run, tmp_path, monkeypa
     monkeypatch.setattr("hf_memory.cli.demo.run_demo", partial(run_demo, settings=settings))
     monkeypatch.setattr("hf_memory.demo.sections", lambda: sections()[:8])
     monkeypatch.setattr(
-        "hf_memory.demo.evaluate", lambda x, *given, **how: evaluate(replace(x, max_tokens=2048), *given, **how)
+        "hf_memory.demo.evaluate",
+        lambda x, *given, **how: evaluate(replace(x, max_tokens=2048), *given, **how),
     )
     output = tmp_path / "demo_output"
     for _ in range(2):
@@ -324,7 +477,9 @@ def test_the_demo_writes_what_it_shows_and_can_run_again(run, tmp_path, monkeypa
     assert {"README.md", "conversion.png", "results.json", "tokenizer.json"} <= {
         path.name for path in (output / "student").iterdir()
     }
-    made = pipeline("text-generation", model=str(output / "student"))("The with statement", max_new_tokens=4)
+    made = pipeline("text-generation", model=str(output / "student"))(
+        "The with statement", max_new_tokens=4
+    )
     assert made[0]["generated_text"].startswith("The with statement")
 
 

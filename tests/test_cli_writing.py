@@ -19,7 +19,19 @@ from hf_memory.cli import chat, turns
 from hf_memory.cli.info import CONTEXTS
 from hf_memory.cli.terminal import console
 
-WORDS = ["<end>", "<start>", "user", "assistant", "system", "snake", "new", ":smile:", "[/b]", "\x1b[31m", "a\rb"]
+WORDS = [
+    "<end>",
+    "<start>",
+    "user",
+    "assistant",
+    "system",
+    "snake",
+    "new",
+    ":smile:",
+    "[/b]",
+    "\x1b[31m",
+    "a\rb",
+]
 TEMPLATE = """{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> {% endfor %}
 {%- if add_generation_prompt %}<start> assistant {% endif %}"""
 
@@ -32,7 +44,9 @@ def student(tmp_path_factory):
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="new"))
     words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     words.add_special_tokens(["<end>", "<start>"])
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", chat_template=TEMPLATE).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<end>", chat_template=TEMPLATE
+    ).save_pretrained(folder)
     return folder
 
 
@@ -45,11 +59,15 @@ finally:
     assert not {"torch", "transformers", "hf_memory"} & set(sys.modules)
 """
     for flag, expected in (("--help", "chat "), ("-h", "chat "), ("--version", "0.1.0")):
-        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, flag], capture_output=True, text=True, check=True
+        )
         assert expected in done.stdout
 
 
-@pytest.mark.parametrize(("command", "extra"), [("evaluate", "reasoning-gym"), ("datastore", "faiss-cpu")])
+@pytest.mark.parametrize(
+    ("command", "extra"), [("evaluate", "reasoning-gym"), ("datastore", "faiss-cpu")]
+)
 def test_help_names_extras(command, extra, run):
     assert extra in run(command, "--help")[1]
 
@@ -80,7 +98,12 @@ def test_flags_of_sampling_are_those_of_generate(run, student):
         return out
 
     greedy = output_of("--greedy")
-    assert output_of("--top-k", 1) == output_of("--top-p", 0.01) == output_of("--temperature", 1e-4) == greedy
+    assert (
+        output_of("--top-k", 1)
+        == output_of("--top-p", 0.01)
+        == output_of("--temperature", 1e-4)
+        == greedy
+    )
     assert output_of() == greedy  # the model's own generation_config
     drawn = {output_of("--temperature", 9, "--seed", seed) for seed in (0, 0, 1, 2)}
     assert len(drawn) == 3
@@ -90,7 +113,9 @@ def test_flags_of_sampling_are_those_of_generate(run, student):
 @pytest.fixture
 def type_lines(monkeypatch):
     """What the user types, as bytes."""
-    return lambda *lines: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8"))
+    return lambda *lines: monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8")
+    )
 
 
 TURNS = """import runpy, sys
@@ -102,7 +127,9 @@ for text in runpy.run_path(sys.argv[1])["turns"](): print(repr(text), flush=True
 def test_a_paste_is_one_turn_and_an_empty_line_is_none(editor):
     ours, theirs = os.openpty()
     command = [sys.executable, "-c", TURNS, turns.__file__, editor]
-    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    child = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
     os.close(theirs)
     shown = b""
     for typed in (b"snake\r", b"\r", b"\x1b[200~new\r\r/exit\r  old\x1b[201~ end\r", b"\x04", None):
@@ -146,9 +173,14 @@ def test_a_chat_goes_on_from_its_memory(run, student, type_lines, tmp_path):
     assert "damaged" in run(*talk)[2]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_talk_that_is_ended_is_kept(run, student, type_lines, tmp_path, monkeypatch, request, number, code):
-    usual, shown = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL, []
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_talk_that_is_ended_is_kept(
+    run, student, type_lines, tmp_path, monkeypatch, request, number, code
+):
+    usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    shown = []
     request.addfinalizer(partial(signal.signal, number, signal.getsignal(number)))
     signal.signal(number, usual)  # a shell starts what runs in its background with SIGINT ignored
 
@@ -185,7 +217,10 @@ def test_a_system_prompt_is_read_first(run, student, type_lines, tmp_path):
     code, out, _ = run("chat", student, *flags)
     assert code == 0
     assert tokens_of(out) >= 4 + 6
-    assert "system must be None with a memory of an earlier conversation" in run("chat", student, *flags)[2]
+    assert (
+        "system must be None with a memory of an earlier conversation"
+        in run("chat", student, *flags)[2]
+    )
 
 
 def test_info_of_a_transformer_compares_it_with_itself(run, teacher):
@@ -205,7 +240,9 @@ def with_files(files):
 
 def without_heads(student, folder):
     config = json.loads((student / "config.json").read_text())
-    return write_model(student, folder, {"config.json": json.dumps(config | {"num_attention_heads": 0}).encode()})
+    return write_model(
+        student, folder, {"config.json": json.dumps(config | {"num_attention_heads": 0}).encode()}
+    )
 
 
 def transformer_without_heads(student, folder):
@@ -222,18 +259,39 @@ def write_model(student, folder, files):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["info", "./[/b]"], "model must be a folder that exists or the name of a repository on the Hub, got ./[/b]"),
-        (["info", "studnt"], "model must be a folder that exists or the name of a repository on the Hub, got studnt"),
+        (
+            ["info", "./[/b]"],
+            "model must be a folder that exists or the name of a repository on the Hub, got ./[/b]",
+        ),
+        (
+            ["info", "studnt"],
+            "model must be a folder that exists or the name of a repository on the Hub, got studnt",
+        ),
         (["info", "./\x1b[31m"], r"got ./\x1b[31m"),
         (["info", without_heads], "num_attention_heads must be"),
-        (["info", transformer_without_heads], "must describe a model that can be built, got ZeroDivisionError"),
+        (
+            ["info", transformer_without_heads],
+            "must describe a model that can be built, got ZeroDivisionError",
+        ),
         (["generate", damaged, "--prompt", "new"], "a file of weights is damaged or incomplete"),
         (["generate", "STUDENT", "--prompt", ""], "prompt must have at least one token, got ''"),
-        (["generate", "STUDENT", "--prompt", "new", "--greedy", "--top-k", 3], "greedy must not be given with top_k"),
+        (
+            ["generate", "STUDENT", "--prompt", "new", "--greedy", "--top-k", 3],
+            "greedy must not be given with top_k",
+        ),
         (["generate", "STUDENT", "--prompt", "new", "--temperature", -1], "temperature"),
-        (["generate", "STUDENT", "--prompt", "new", "--top-p", 2], "top_p must be from 0 to 1, got 2.0"),
-        (["generate", "STUDENT", "--prompt", "new", "--top-p", "nan"], "top_p must be from 0 to 1, got nan"),
-        (["generate", "STUDENT", "--prompt", "new", "--datastore-weight", 0.5], "without datastore, got 0.5"),
+        (
+            ["generate", "STUDENT", "--prompt", "new", "--top-p", 2],
+            "top_p must be from 0 to 1, got 2.0",
+        ),
+        (
+            ["generate", "STUDENT", "--prompt", "new", "--top-p", "nan"],
+            "top_p must be from 0 to 1, got nan",
+        ),
+        (
+            ["generate", "STUDENT", "--prompt", "new", "--datastore-weight", 0.5],
+            "without datastore, got 0.5",
+        ),
         (
             ["generate", with_files({"tokenizer.json": b"{}"}), "--prompt", "new"],
             "must describe a tokenizer, got KeyError",
@@ -242,10 +300,22 @@ def write_model(student, folder, files):
             ["info", with_files({"config.json": b"[" * 100_000})],
             "must describe a model that can be built, got Recursion",
         ),
-        (["generate", "STUDENT", "--prompt", "new", "--dtype", "int8"], "dtype must be one of auto, float32,"),
-        (["generate", "STUDENT", "--prompt", "new", "--device", "abacus"], "device must be available to torch"),
-        (["generate", "STUDENT", "--prompt", "new", "--device", "meta"], "device must be available to torch, got meta"),
-        (["chat", "STUDENT", "--memory", "/no/such/folder/memory"], "memory must be a file in a folder that exists"),
+        (
+            ["generate", "STUDENT", "--prompt", "new", "--dtype", "int8"],
+            "dtype must be one of auto, float32,",
+        ),
+        (
+            ["generate", "STUDENT", "--prompt", "new", "--device", "abacus"],
+            "device must be available to torch",
+        ),
+        (
+            ["generate", "STUDENT", "--prompt", "new", "--device", "meta"],
+            "device must be available to torch, got meta",
+        ),
+        (
+            ["chat", "STUDENT", "--memory", "/no/such/folder/memory"],
+            "memory must be a file in a folder that exists",
+        ),
         (
             ["chat", "TEACHER", "--memory", "OUT"],
             "memory must not be given for a model of another package, got a Llama",

@@ -32,7 +32,9 @@ def prefill(model, tokens, max_cache_len=50):
 COMPILED = [case for case in CASES if family_of(case).growth == "fixed" or case in FIRST_OF_KIND]
 
 
-@pytest.mark.parametrize("case", COMPILED, ids=[case.name for case in COMPILED])  # growing states take long to trace
+@pytest.mark.parametrize(
+    "case", COMPILED, ids=[case.name for case in COMPILED]
+)  # growing states take long to trace
 def test_compiled_decoding_is_one_graph_and_equals_eager(case):
     """A sliding window's own cache becomes another graph once, when it is full."""
     graphs = []
@@ -42,7 +44,8 @@ def test_compiled_decoding_is_one_graph_and_equals_eager(case):
         return graph
 
     torch._dynamo.reset()
-    model, tokens = make_model(case, **one_layer(case)).double(), random_tokens(2, 40)
+    model = make_model(case, **one_layer(case)).double()
+    tokens = random_tokens(2, 40)
     cache = prefill(model, tokens[:, :8])
     step = torch.compile(model.forward, backend=count, fullgraph=True)  # raises at a graph break
     with torch.no_grad():
@@ -60,12 +63,17 @@ class TestKeptTokensAreOneGraph:
     def make(self):
         torch._dynamo.reset()
         options = {"num_hidden_layers": 1, "num_kept_tokens": 3, "full_attention_heads": [[1]]}
-        model = make_model(CASE["attention-kept"], **options, layer_types=["sliding_heads"]).double()
-        return model, torch.compile(model, backend="eager", fullgraph=True)  # raises at a graph break
+        model = make_model(
+            CASE["attention-kept"], **options, layer_types=["sliding_heads"]
+        ).double()
+        return model, torch.compile(
+            model, backend="eager", fullgraph=True
+        )  # raises at a graph break
 
     def test_of_training(self):
         model, compiled = self.make()
-        tokens, parameters = random_tokens(2, 14), list(model.train().parameters())
+        tokens = random_tokens(2, 14)
+        parameters = list(model.train().parameters())
         outputs = [m(tokens, use_cache=False).logits for m in (compiled, model)]
         assert_close(*outputs)
         assert_close(*(torch.autograd.grad(x.logsumexp(-1).sum(), parameters) for x in outputs))
@@ -73,14 +81,16 @@ class TestKeptTokensAreOneGraph:
     @torch.no_grad()
     def test_of_a_prefill_and_of_a_piece_after_it(self):
         model, compiled = self.make()
-        tokens, cache = random_tokens(2, 25), StaticCache(config=model.config, max_cache_len=50)
+        tokens = random_tokens(2, 25)
+        cache = StaticCache(config=model.config, max_cache_len=50)
         pieces = [compiled(x, past_key_values=cache).logits for x in tokens.split([14, 11], 1)]
         assert_close(torch.cat(pieces, 1), model(tokens).logits)
 
     @torch.no_grad()
     def test_of_padded_rows_and_of_a_step_after_them(self):
         model, compiled = self.make()
-        tokens, cache = random_tokens(2, 15), StaticCache(config=model.config, max_cache_len=50)
+        tokens = random_tokens(2, 15)
+        cache = StaticCache(config=model.config, max_cache_len=50)
         mask = torch.ones(2, 15, dtype=torch.long)
         mask[1, :4] = 0
         compiled(tokens[:, :14], attention_mask=mask[:, :14], past_key_values=cache)
@@ -92,14 +102,17 @@ class TestKeptTokensAreOneGraph:
 @pytest.mark.parametrize("name", ["gla", "linear-window", "linear-full"])
 def test_generate_with_a_static_cache_compiles_its_step_to_one_graph(name, padded):
     """As it does on a GPU without being asked to."""
-    model, tokens = make_model(CASE[name]), random_tokens(2, 5)
+    model = make_model(CASE[name])
+    tokens = random_tokens(2, 5)
     mask = torch.ones_like(tokens)
     mask[0, :padded] = 0
     config = CompileConfig(backend="eager", mode=None)
     config._compile_all_devices = True
     torch._dynamo.reset()
     counters.clear()
-    found = generate(model, tokens, attention_mask=mask, cache_implementation="static", compile_config=config)
+    found = generate(
+        model, tokens, attention_mask=mask, cache_implementation="static", compile_config=config
+    )
     assert counters["stats"]["unique_graphs"] == 1
     assert torch.equal(found, generate(model, tokens, attention_mask=mask))
 
@@ -107,13 +120,19 @@ def test_generate_with_a_static_cache_compiles_its_step_to_one_graph(name, padde
 def addresses(cache):
     """The addresses of the counts of tokens, and of the states that do not grow with them."""
     layers = [layer for layer in cache.layers if hasattr(layer, "states")]
-    fixed = [x for layer in layers for name, x in layer.states.items() if layer.spec[name].growth != "token"]
+    fixed = [
+        x
+        for layer in layers
+        for name, x in layer.states.items()
+        if layer.spec[name].growth != "token"
+    ]
     return [x.data_ptr() for x in (*(layer.tokens_read for layer in layers), *fixed)]
 
 
 @every_case
 def test_states_of_a_static_cache_are_written_in_place(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 12)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 12)
     cache = prefill(model, tokens[:, :8])
     before = addresses(cache)
     with torch.no_grad():
@@ -130,26 +149,40 @@ def growths(case):
     return {(case.model_type, *sorted({state.growth for state in spec.values()})) for spec in specs}
 
 
-EXPORTED = [case for i, case in enumerate(CASES) if growths(case) - set().union(*map(growths, CASES[:i]))]
+EXPORTED = [
+    case for i, case in enumerate(CASES) if growths(case) - set().union(*map(growths, CASES[:i]))
+]
 
 
-@pytest.mark.parametrize("case", EXPORTED, ids=[case.name for case in EXPORTED])  # of every kind, a step is compiled
+@pytest.mark.parametrize(
+    "case", EXPORTED, ids=[case.name for case in EXPORTED]
+)  # of every kind, a step is compiled
 def test_an_exported_decode_step_equals_eager(case):
-    model, tokens = make_model(case, **one_layer(case)).double(), random_tokens(1, 9)
+    model = make_model(case, **one_layer(case)).double()
+    tokens = random_tokens(1, 9)
     sample = {"input_ids": tokens[:, 8:], "past_key_values": prefill(model, tokens[:, :8])}
-    exported = DynamoExporter().export_program(model, sample, DynamoConfig(dynamic=False))[0].module()
+    exported = (
+        DynamoExporter().export_program(model, sample, DynamoConfig(dynamic=False))[0].module()
+    )
     with torch.no_grad():
-        logits = exported(input_ids=tokens[:, 8:], past_key_values=prefill(model, tokens[:, :8])).logits
+        logits = exported(
+            input_ids=tokens[:, 8:], past_key_values=prefill(model, tokens[:, :8])
+        ).logits
         assert_close(logits, model(tokens).logits[:, 8:])
 
 
-@pytest.mark.parametrize("case", [x for x in CASES if x.model_type == "hf_memory_titans"], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if x.model_type == "hf_memory_titans"], ids=lambda x: x.name
+)
 @torch.no_grad()
 def test_a_model_of_titans_is_exported_for_any_length(case):
     """More and fewer tokens than it was exported with, and other numbers of chunks, of windows and of segments."""
-    model, length = make_model(case, **one_layer(case)).double(), torch.export.Dim("length", min=2, max=4096)
+    model = make_model(case, **one_layer(case)).double()
+    length = torch.export.Dim("length", min=2, max=4096)
     shapes = {"input_ids": {1: length}, "use_cache": None}
-    exported = torch.export.export(model, (random_tokens(1, 24),), {"use_cache": False}, dynamic_shapes=shapes).module()
+    exported = torch.export.export(
+        model, (random_tokens(1, 24),), {"use_cache": False}, dynamic_shapes=shapes
+    ).module()
     for T in (2, 31, 70):
         tokens = random_tokens(1, T, seed=T)
         logits = exported(tokens, use_cache=False).logits
@@ -157,6 +190,7 @@ def test_a_model_of_titans_is_exported_for_any_length(case):
 
 
 def test_an_export_of_mac_for_any_length_says_that_it_has_no_gradients():
-    model, length = make_model(CASE["titans-mac"], num_hidden_layers=1), {1: torch.export.Dim("length", min=2)}
+    model = make_model(CASE["titans-mac"], num_hidden_layers=1)
+    length = {1: torch.export.Dim("length", min=2)}
     with pytest.raises(ValueError, match=r"must run under torch.no_grad\(\), got gradients"):
         torch.export.export(model, (random_tokens(1, 9),), dynamic_shapes={"input_ids": length})

@@ -30,18 +30,29 @@ ENDINGS = {
 
 
 def make_tokenizer(template):
-    words = [*SPECIAL, "system", "user", "assistant", *(f"w{i}" for i in range(SIZES["vocab_size"] - 7))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w9"))
+    words = [
+        *SPECIAL,
+        "system",
+        "user",
+        "assistant",
+        *(f"w{i}" for i in range(SIZES["vocab_size"] - 7)),
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w9")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=template
+    )
 
 
 class Talk:
     """A conversation, what was said in it, and the tokens that were read before each answer."""
 
     def __init__(self, template, **options):
-        self.model, self.tokenizer = make_model(CASE["linear-full"], eos_token_id=END), make_tokenizer(template)
+        self.model = make_model(CASE["linear-full"], eos_token_id=END)
+        self.tokenizer = make_tokenizer(template)
         self.messages = []
         self.seen = []  # the tokens of the cache that the model was called with last, after that call
         self.model.register_forward_pre_hook(self.recorded, with_kwargs=True)
@@ -62,9 +73,16 @@ class Talk:
         answer = self.conversation.answer(line)
         tokens = list(islice(answer, listen))
         answer.close()
-        whole = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)["input_ids"]
+        whole = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)[
+            "input_ids"
+        ]
         assert self.read == whole
-        self.messages.append({"role": "assistant", "content": self.tokenizer.decode(tokens, skip_special_tokens=True)})
+        self.messages.append(
+            {
+                "role": "assistant",
+                "content": self.tokenizer.decode(tokens, skip_special_tokens=True),
+            }
+        )
         return tokens
 
 
@@ -108,7 +126,9 @@ def test_a_system_prompt_is_said_once_and_first():
 )
 def test_a_template_that_fails_or_never_ends_is_explained(monkeypatch, template, reason):
     monkeypatch.setattr(chat_template, "SECONDS", 1.0)
-    with pytest.raises(ValueError, match=f"template raised an error for this conversation: {reason}"):
+    with pytest.raises(
+        ValueError, match=f"template raised an error for this conversation: {reason}"
+    ):
         next(Conversation(make_model(CASE["linear-elu"]), make_tokenizer(template)).answer("w7"))
 
 
@@ -133,10 +153,14 @@ def test_a_line_that_cannot_be_answered_is_not_part_of_the_talk(options, message
 
 @every_case
 def test_a_conversation_goes_on_from_its_cache(case):
-    model, first, second = make_model(case).double(), random_tokens(5), random_tokens(3, seed=1)
+    model = make_model(case).double()
+    first = random_tokens(5)
+    second = random_tokens(3, seed=1)
     model.generation_config.eos_token_id = None
     prefix = random_tokens(1, 7, seed=2)
-    texts = [[f"w{token - 7}" if token >= 7 else "w0" for token in x.tolist()] for x in (first, second)]
+    texts = [
+        [f"w{token - 7}" if token >= 7 else "w0" for token in x.tolist()] for x in (first, second)
+    ]
     tokenizer = make_tokenizer(None)
     start = read(model, prefix)
     for _ in range(2):  # the cache stays as it is
@@ -146,14 +170,17 @@ def test_a_conversation_goes_on_from_its_cache(case):
             line = " ".join(words)
             whole += tokenizer(line, add_special_tokens=False)["input_ids"]
             ids = torch.tensor([whole])
-            expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+            expected = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+            )
             answer = list(talk.answer(line))
             assert answer == expected[0, len(whole) :].tolist()
             whole += answer
 
 
 def test_an_answer_heeds_the_models_generation_config():
-    model, tokenizer = make_model(CASE["linear-elu"]), make_tokenizer(None)
+    model = make_model(CASE["linear-elu"])
+    tokenizer = make_tokenizer(None)
     line = "w1 w2 w3 w4 w5 w6 w7 w8"
     ids = tokenizer(line, return_tensors="pt")["input_ids"]
     model.generation_config.eos_token_id = None
@@ -167,15 +194,20 @@ def test_an_answer_heeds_the_models_generation_config():
 
 
 def test_an_answer_depends_on_its_seed_alone():
-    model, tokenizer = make_model(CASE["linear-elu"]), make_tokenizer(None)
+    model = make_model(CASE["linear-elu"])
+    tokenizer = make_tokenizer(None)
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
-    answers = [list(Conversation(model, tokenizer, options=options, seed=seed).answer("w7")) for seed in (0, 0, 1)]
+    answers = [
+        list(Conversation(model, tokenizer, options=options, seed=seed).answer("w7"))
+        for seed in (0, 0, 1)
+    ]
     assert answers[0] == answers[1]
     assert answers[0] != answers[2]
 
 
 def test_a_memory_of_another_model_or_of_two_texts_is_refused():
-    model, tokenizer = make_model(CASE["linear-full"]), make_tokenizer(None)
+    model = make_model(CASE["linear-full"])
+    tokenizer = make_tokenizer(None)
     other = read(make_model(CASE["linear-elu"]), random_tokens(1, 3))
     for cache, message in (
         (read(model, random_tokens(2, 3)), "cache must be of one text, got one of 2"),
@@ -187,12 +219,17 @@ def test_a_memory_of_another_model_or_of_two_texts_is_refused():
 
 
 def test_a_memory_made_with_gradients_is_read_without_them():
-    model, tokenizer = make_model(CASE["linear-full"]), make_tokenizer(None)
+    model = make_model(CASE["linear-full"])
+    tokenizer = make_tokenizer(None)
     cache = DynamicCache(config=model.config)
     model(random_tokens(1, 7), **{cache_name(model): cache})
     talk = Conversation(model, tokenizer, cache=cache, max_new_tokens=3)
     list(talk.answer("w7"))
-    assert not any(x.requires_grad for layer in talk.memory().layers for x in getattr(layer, "states", {}).values())
+    assert not any(
+        x.requires_grad
+        for layer in talk.memory().layers
+        for x in getattr(layer, "states", {}).values()
+    )
     assert cache.layers[0].states["memory"].requires_grad
 
 
@@ -203,7 +240,8 @@ def test_a_message_without_tokens_is_refused():
 
 def test_a_tokenizer_that_does_not_say_where_its_tokens_are():
     tokenizer = ByT5Tokenizer(
-        extra_ids=0, chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        extra_ids=0,
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
     )
     talk = Conversation(make_model(CASE["linear-elu"], vocab_size=300), tokenizer, max_new_tokens=2)
     list(talk.answer("a"))

@@ -47,12 +47,23 @@ from hf_memory.files.fingerprints import tokens_fingerprint
 from hf_memory.files.folders import check_output
 from hf_memory.files.text import start_of
 from hf_memory.modeling import delta_net, gated_linear_attention
-from teachers import BOTH_STAGES, SCHEDULE, TEACHERS, convert, every_teacher, make_teacher, make_tokenizer, same, text
+from teachers import (
+    BOTH_STAGES,
+    SCHEDULE,
+    TEACHERS,
+    convert,
+    every_teacher,
+    make_teacher,
+    make_tokenizer,
+    same,
+    text,
+)
 
 
 @every_teacher
 def test_a_student_that_keeps_all_layers_is_its_teacher(name):
-    teacher, tokens = make_teacher(name), random_tokens(2, 24)
+    teacher = make_teacher(name)
+    tokens = random_tokens(2, 24)
     student = make_student(teacher, "linear", keep=(0, 1))
     weights = carry_over(student, teacher)
     assert weights.new == weights.dropped == []
@@ -62,50 +73,75 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(name):
 
 @every_teacher
 def test_a_deltaformer_starts_as_its_teacher(name):
-    teacher, tokens = make_teacher(name), random_tokens(2, 24)
+    teacher = make_teacher(name)
+    tokens = random_tokens(2, 24)
     student = make_student(teacher, "deltaformer")
     weights = carry_over(student, teacher)
     assert weights.dropped == []
     assert {new.split("mixer.")[1] for new in weights.new} == {"b_proj.weight", "b_proj.bias"}
     assert_close(teacher(tokens).logits, in_float64(student)(tokens).logits, student(tokens).logits)
-    written = [model.generate(tokens, max_new_tokens=6, do_sample=False) for model in (student, teacher)]
+    written = [
+        model.generate(tokens, max_new_tokens=6, do_sample=False) for model in (student, teacher)
+    ]
     assert torch.equal(*written)
 
 
 @pytest.mark.parametrize("variant", ["mag", "mal"])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"]
+)
 def test_titans_with_attention_start_as_their_teacher(name, variant):
-    teacher, tokens = make_teacher(name), random_tokens(2, 24)
+    teacher = make_teacher(name)
+    tokens = random_tokens(2, 24)
     student = make_student(teacher, "titans", variant=variant)
     start_near(student, teacher, text(), 16, is_exact=True)
     with torch.no_grad():
-        assert_close(teacher(tokens).logits, in_float64(student)(tokens).logits, student(tokens).logits)
+        assert_close(
+            teacher(tokens).logits, in_float64(student)(tokens).logits, student(tokens).logits
+        )
 
 
 @every_teacher
 def test_every_teacher_becomes_a_memory_that_can_be_loaded(name, tmp_path):
-    schedule, tokens = Schedule(steps=2, learning_rate=1e-3, batch_size=2, length=16), random_tokens(1, 9)
-    made = convert(make_teacher(name), text(), to="deltanet", transfer=schedule, distillation=schedule)
+    schedule = Schedule(steps=2, learning_rate=1e-3, batch_size=2, length=16)
+    tokens = random_tokens(1, 9)
+    made = convert(
+        make_teacher(name), text(), to="deltanet", transfer=schedule, distillation=schedule
+    )
     assert set(made.weights.used) == set(make_teacher(name).state_dict())
     assert all(".mixer." in new for new in made.weights.new)
     made.student.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(tokens).logits, made.student(tokens).logits)
-    assert loaded.generate(tokens, min_new_tokens=3, max_new_tokens=3, do_sample=False).shape == (1, 12)
+    assert loaded.generate(tokens, min_new_tokens=3, max_new_tokens=3, do_sample=False).shape == (
+        1,
+        12,
+    )
 
 
 GATES = {"gated": gated_linear_attention.GATES, "deltanet": delta_net.MIXERS}
-EVERY_STUDENT = [(to, {"gate": gate} if gate else {}) for to in STUDENTS for gate in GATES.get(to, ("",))]
+EVERY_STUDENT = [
+    (to, {"gate": gate} if gate else {}) for to in STUDENTS for gate in GATES.get(to, ("",))
+]
 EVERY_STUDENT += [
     ("transformer", {"past": "memorizing", "sliding_window": 4, "memory_size": 8}),
     ("attention", {"sliding_window": 2, "num_sink_tokens": 1}),
 ]
-every_student = pytest.mark.parametrize(("to", "options"), EVERY_STUDENT, ids=[f"{a}{b}" for a, b in EVERY_STUDENT])
+every_student = pytest.mark.parametrize(
+    ("to", "options"), EVERY_STUDENT, ids=[f"{a}{b}" for a, b in EVERY_STUDENT]
+)
 
 
 def test_a_memory_behind_a_short_window_learns_from_the_attention_that_sees_more():
     schedule = Schedule(steps=20, learning_rate=2e-2, batch_size=4, length=16)
-    made = convert(make_teacher(), text(), to="titans", sliding_window=4, transfer=schedule, distillation=schedule)
+    made = convert(
+        make_teacher(),
+        text(),
+        to="titans",
+        sliding_window=4,
+        transfer=schedule,
+        distillation=schedule,
+    )
     transfer = made.losses["attention transfer"]
     assert transfer[-1]["loss"] < 0.9 * transfer[0]["loss"]
     assert made.student.model.layers[0].mixer.gate.abs().max() > 0
@@ -114,7 +150,14 @@ def test_a_memory_behind_a_short_window_learns_from_the_attention_that_sees_more
 def test_the_gate_of_a_store_learns_what_a_window_does_not_see():
     schedule = Schedule(steps=20, learning_rate=2e-2, batch_size=4, length=16)
     options = {"past": "memorizing", "sliding_window": 4, "memory_size": 16}
-    made = convert(make_teacher(), text(), to="transformer", transfer=schedule, distillation=schedule, **options)
+    made = convert(
+        make_teacher(),
+        text(),
+        to="transformer",
+        transfer=schedule,
+        distillation=schedule,
+        **options,
+    )
     transfer = made.losses["attention transfer"]
     assert transfer[-1]["loss"] < 0.9 * transfer[0]["loss"]
     assert made.student.model.layers[0].mixer.memory_gate.abs().max() > 0.1
@@ -126,16 +169,30 @@ def test_every_memory_takes_a_teacher_over_and_learns(to, options):
     start = make_student(teacher, to, keep=(1,), **options)
     carry_over(start, teacher)
     schedule = Schedule(steps=20, learning_rate=2e-3, batch_size=4, length=16)
-    made = convert(teacher, text(), to=to, keep=(1,), transfer=schedule, distillation=schedule, **options)
+    made = convert(
+        teacher, text(), to=to, keep=(1,), transfer=schedule, distillation=schedule, **options
+    )
     new = "sliding_heads" if to == "attention" else "memory"
     assert made.student.config.layer_types == [new, "full_attention"]
     assert made.student.config.model_type == STUDENTS[to].config.model_type
-    assert made.weights.used["model.layers.0.self_attn.q_norm.weight"] == ("model.layers.0.mixer.q_norm.weight",)
+    assert made.weights.used["model.layers.0.self_attn.q_norm.weight"] == (
+        "model.layers.0.mixer.q_norm.weight",
+    )
     assert all(name.startswith("model.layers.0.mixer.") for name in made.weights.new)
-    before, after = (agreement(student, teacher, text(), length=16).kl for student in (start, made.student))
-    if made.plan.is_exact:  # nothing to learn from the teacher: it learns the text, and opens where it was closed
-        opened = [made.student.get_parameter(x) for x in made.weights.new if x.endswith(("gate", "b_proj.weight"))]
-        assert [bool(x.abs().max() > 0) for x in opened] == [True] * (to not in ("transformer", "attention"))
+    before, after = (
+        agreement(student, teacher, text(), length=16).kl for student in (start, made.student)
+    )
+    if (
+        made.plan.is_exact
+    ):  # nothing to learn from the teacher: it learns the text, and opens where it was closed
+        opened = [
+            made.student.get_parameter(x)
+            for x in made.weights.new
+            if x.endswith(("gate", "b_proj.weight"))
+        ]
+        assert [bool(x.abs().max() > 0) for x in opened] == [True] * (
+            to not in ("transformer", "attention")
+        )
     else:
         assert after < 0.8 * before
 
@@ -146,10 +203,18 @@ def test_the_first_output_is_as_large_as_the_teachers(to, options):
     student = make_student(teacher, to, **options)
     carry_over(student, teacher)
     start_open(student, half_life=16)
-    if to not in ("linear", "deltaformer", "titans", "transformer", "attention"):  # which keep the scale
+    if to not in (
+        "linear",
+        "deltaformer",
+        "titans",
+        "transformer",
+        "attention",
+    ):  # which keep the scale
         match_scale(student, teacher, text()[None])
         for mixer, output, target in AttentionTransfer(student, teacher).outputs(text()[None]):
-            mine, theirs = ((x - mixer.o_proj.bias).square().mean().item() for x in (output, target))
+            mine, theirs = (
+                (x - mixer.o_proj.bias).square().mean().item() for x in (output, target)
+            )
             assert mine == pytest.approx(theirs, rel=1e-5)
 
 
@@ -157,7 +222,9 @@ def test_the_first_output_is_as_large_as_the_teachers(to, options):
 @torch.no_grad()
 def test_a_gate_that_would_start_closed_is_steady_and_the_output_near_the_attention(to):
     teacher = make_teacher()
-    teacher.get_input_embeddings().weight.data += 1  # hidden states of trained models have much in common, too
+    teacher.get_input_embeddings().weight.data += (
+        1  # hidden states of trained models have much in common, too
+    )
     students = [make_student(teacher, to, **SERVABLE[to]) for _ in range(2)]
     carry_over(students[0], teacher)
     start_open(students[0], half_life=16)
@@ -177,15 +244,18 @@ def test_a_gate_that_would_start_closed_is_steady_and_the_output_near_the_attent
 @pytest.mark.parametrize("variant", ["mag", "mal"])
 def test_a_memory_starts_as_large_as_what_it_must_learn(variant):
     """Beside a window all of attention, and the window small; before it, what the window leaves out."""
-    teacher, tokens = make_teacher().double(), text()[None]
+    teacher = make_teacher().double()
+    tokens = text()[None]
     student = make_student(teacher, "titans", variant=variant, sliding_window=4).double()
     start_near(student, teacher, text(), tokens.shape[1])
-    transfer, mixers = AttentionTransfer(student, teacher), [layer.mixer for layer in student.model.layers]
+    transfer = AttentionTransfer(student, teacher)
+    mixers = [layer.mixer for layer in student.model.layers]
     share = 0.1 if variant == "mag" else 1.0
     for mixer, layer in zip(mixers, teacher.model.layers):
         assert_close(mixer.o_proj.weight, share * layer.self_attn.o_proj.weight)
         mixer.o_proj.weight.data /= share
-    gates, outputs = [mixer.gate.clone() for mixer in mixers], []
+    gates = [mixer.gate.clone() for mixer in mixers]
+    outputs = []
     for value in (0, 1):
         for mixer in mixers:
             mixer.gate.data.fill_(value)
@@ -196,7 +266,9 @@ def test_a_memory_starts_as_large_as_what_it_must_learn(variant):
         assert_close(gate[0] * (opened - closed).norm(), missing.norm())
 
 
-@pytest.mark.parametrize(("to", "gate"), [("gated", "scalar"), ("gated", "vector"), ("deltanet", "scalar")])
+@pytest.mark.parametrize(
+    ("to", "gate"), [("gated", "scalar"), ("gated", "vector"), ("deltanet", "scalar")]
+)
 def test_an_open_gate_forgets_half_in_its_half_life(to, gate):
     student = make_student(make_teacher(), to, gate=gate).double()
     start_open(student, half_life=16)
@@ -208,7 +280,8 @@ def test_an_open_gate_forgets_half_in_its_half_life(to, gate):
 def test_open_convolutions_pass_the_present_token():
     student = make_student(make_teacher(), "deltanet")
     start_open(student, half_life=16)
-    mixer, x = student.model.layers[0].mixer, torch.randn(1, 9, 32)
+    mixer = student.model.layers[0].mixer
+    x = torch.randn(1, 9, 32)
     assert torch.equal(mixer.q_conv1d(mixer.q_proj(x))[0], mixer.q_proj(x))
 
 
@@ -216,14 +289,20 @@ def test_a_weight_without_a_place_is_an_error():
     teacher = make_teacher()
     teacher.model.layers[1].self_attn.sinks = nn.Parameter(torch.ones(4))
     student = make_student(teacher, "linear")
-    with pytest.raises(ValueError, match=r"teacher's model.layers.1.self_attn.sinks has no counterpart"):
+    with pytest.raises(
+        ValueError, match=r"teacher's model.layers.1.self_attn.sinks has no counterpart"
+    ):
         carry_over(student, teacher)
 
 
 def test_a_weight_of_another_shape_is_an_error():
     teacher = make_teacher()
-    with pytest.raises(ValueError, match=r"q_proj.weight is \(32, 32\) in the teacher and \(16, 32\)"):
-        carry_over(make_student(teacher, "gated", linear_key_head_dim=4, memory_rope=False), teacher)
+    with pytest.raises(
+        ValueError, match=r"q_proj.weight is \(32, 32\) in the teacher and \(16, 32\)"
+    ):
+        carry_over(
+            make_student(teacher, "gated", linear_key_head_dim=4, memory_rope=False), teacher
+        )
 
 
 def test_a_start_does_not_depend_on_names_of_attributes():
@@ -241,7 +320,9 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
     teacher = make_teacher()
     student = make_student(teacher, "linear")
     student.model.layers[0].mlp.gate = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"student's model.layers.0.mlp.gate.weight has no counterpart"):
+    with pytest.raises(
+        ValueError, match=r"student's model.layers.0.mlp.gate.weight has no counterpart"
+    ):
         carry_over(student, teacher)
 
 
@@ -255,7 +336,10 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
             {"options": {"featuremap": "elu"}},
             r"fields of LinearTransformerConfig, got featuremap; did you mean feature_map\?",
         ),
-        ({"options": {"model_type": "llama"}}, "options must be fields of LinearTransformerConfig, got model_type"),
+        (
+            {"options": {"model_type": "llama"}},
+            "options must be fields of LinearTransformerConfig, got model_type",
+        ),
         (
             {"options": {"sliding_window": 8, "num_sink_tokens": 256}},
             "must be fewer than the 16 tokens of a training window",
@@ -268,7 +352,11 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
 )
 def test_wrong_arguments_are_explained(wrong, message):
     with pytest.raises(ValueError, match=message):
-        resolve(Recipe(**{"to": "linear", "keep": "none"} | BOTH_STAGES | wrong), make_teacher().config, text())
+        resolve(
+            Recipe(**{"to": "linear", "keep": "none"} | BOTH_STAGES | wrong),
+            make_teacher().config,
+            text(),
+        )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +365,8 @@ def test_wrong_arguments_are_explained(wrong, message):
 def test_a_plan_counts_what_a_conversion_makes(name, to):
     teacher = make_teacher(name)
     plan = resolve(Recipe(to, keep=(0,), **BOTH_STAGES), teacher.config, text())
-    rows, student = conversion.plan_rows(plan), make_student(teacher, to, keep=(0,))
+    rows = conversion.plan_rows(plan)
+    student = make_student(teacher, to, keep=(0,))
     kind = STUDENTS[to].config.model_type
     assert ("student", f"{kind}, {student.num_parameters():,} parameters") in rows
     assert ("attention kept", "0") in rows
@@ -287,32 +376,40 @@ def test_a_plan_counts_what_a_conversion_makes(name, to):
 
 def test_an_unsupported_teacher_is_told_which_ones_are():
     teacher = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64))
-    with pytest.raises(ValueError, match=r"one of llama, .*, granite, qwen3_moe, got a model of type 'gpt2'"):
+    with pytest.raises(
+        ValueError, match=r"one of llama, .*, granite, qwen3_moe, got a model of type 'gpt2'"
+    ):
         convert(teacher, text(), **BOTH_STAGES)
 
 
 @every_teacher
 def test_a_head_on_the_last_hidden_states_is_the_whole_model(name):
-    teacher, tokens = make_teacher(name).double(), random_tokens(2, 9)
+    teacher = make_teacher(name).double()
+    tokens = random_tokens(2, 9)
     assert_close(head(teacher, last_hidden_states(teacher, tokens)), teacher(tokens).logits)
     assert not teacher.model._forward_hooks
 
 
 @every_teacher
 def test_attention_seen_is_what_attention_did(name):
-    teacher, tokens = make_teacher(name), random_tokens(2, 4)  # no longer than the windows, so that no mask is needed
+    teacher = make_teacher(name)
+    tokens = random_tokens(2, 4)  # no longer than the windows, so that no mask is needed
     student = make_student(teacher, "linear", keep=(0, 1))
     carry_over(student, teacher)
     seen = attention_seen(teacher, tokens)
     for (inputs, output), layer in zip(seen, student.model.layers, strict=True):
-        given = {name: inputs[name] for name in ("hidden_states", "position_embeddings", "attention_mask")}
+        given = {
+            name: inputs[name]
+            for name in ("hidden_states", "position_embeddings", "attention_mask")
+        }
         expected, _ = in_float64(layer.mixer)(**in_float64(given))
         assert_close(output, expected, layer.mixer(**given)[0])
     assert not teacher.model.layers[0].self_attn._forward_hooks
 
 
 def test_the_transfer_loss_is_relative_and_summed_over_memory_layers():
-    teacher, tokens = make_teacher(), random_tokens(2, 16)
+    teacher = make_teacher()
+    tokens = random_tokens(2, 16)
     student = make_student(teacher, "linear", keep=(0,))
     with torch.no_grad():
         student.model.layers[1].mixer.o_proj.weight.zero_()
@@ -323,12 +420,19 @@ def test_the_transfer_loss_is_relative_and_summed_over_memory_layers():
 
 def test_attention_transfer_changes_the_memory_layers_and_nothing_else():
     teacher = make_teacher()
-    before, student = make_student(teacher, "linear", keep=(1,)), make_student(teacher, "linear", keep=(1,))
+    before = make_student(teacher, "linear", keep=(1,))
+    student = make_student(teacher, "linear", keep=(1,))
     carry_over(before, teacher)
     carry_over(student, teacher)
     attention_transfer(student, teacher, text(), SCHEDULE)
-    changed = {name for name, x in student.state_dict().items() if not torch.equal(x, before.state_dict()[name])}
-    learns = {name for name, _ in student.named_parameters() if name.startswith("model.layers.0.mixer.")}
+    changed = {
+        name
+        for name, x in student.state_dict().items()
+        if not torch.equal(x, before.state_dict()[name])
+    }
+    learns = {
+        name for name, _ in student.named_parameters() if name.startswith("model.layers.0.mixer.")
+    }
     assert changed == learns
     assert same(teacher, make_teacher())
 
@@ -338,12 +442,15 @@ def test_distillation_of_a_copy_has_nothing_to_learn():
     student = make_student(teacher, "linear", keep=(0, 1))
     carry_over(student, teacher)
     losses = distill(student, teacher, text(), SCHEDULE)
-    assert abs(losses[0]["loss"]) < 1e-5  # later ones are Adam's, which makes steps of rounding errors
+    assert (
+        abs(losses[0]["loss"]) < 1e-5
+    )  # later ones are Adam's, which makes steps of rounding errors
 
 
 @pytest.mark.parametrize("part", [0.0, 0.25, 1.0])
 def test_the_loss_of_a_distillation_is_that_of_its_definition(part):
-    teacher, schedule = make_teacher(), SCHEDULE._replace(steps=1)
+    teacher = make_teacher()
+    schedule = SCHEDULE._replace(steps=1)
     student = make_student(teacher, "linear")
     carry_over(student, teacher)
     data = conversion.TokenWindows(text(), schedule, 0)
@@ -351,7 +458,10 @@ def test_the_loss_of_a_distillation_is_that_of_its_definition(part):
     with torch.no_grad():
         logits, target = (model(tokens).logits for model in (student, teacher))
         own = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        kl = divergence(*(x[:, :-1].flatten(0, 1) for x in (logits, target)), 2.0) / tokens[:, 1:].numel()
+        kl = (
+            divergence(*(x[:, :-1].flatten(0, 1) for x in (logits, target)), 2.0)
+            / tokens[:, 1:].numel()
+        )
         expected = (1 - part) * kl + part * own
     losses = distill(student, teacher, text(), schedule, temperature=2.0, cross_entropy=part)
     assert losses[0]["loss"] == pytest.approx(expected.item(), rel=1e-3)
@@ -366,17 +476,22 @@ def with_dropout():
 
 
 def test_a_teacher_reads_without_dropout():
-    student, schedule = make_student(make_teacher(), "linear", keep=(0, 1)), SCHEDULE._replace(steps=1)
+    student = make_student(make_teacher(), "linear", keep=(0, 1))
+    schedule = SCHEDULE._replace(steps=1)
     carry_over(student, make_teacher())
     assert abs(distill(student, with_dropout(), text(), schedule)[0]["loss"]) < 1e-5
-    pairs = [(make_student(make_teacher(), "linear"), teacher) for teacher in (make_teacher(), with_dropout())]
+    pairs = [
+        (make_student(make_teacher(), "linear"), teacher)
+        for teacher in (make_teacher(), with_dropout())
+    ]
     losses = [attention_transfer(student, teacher, text(), schedule) for student, teacher in pairs]
     assert losses[0] == losses[1]
 
 
 def test_distillation_moves_every_weight():
     teacher = make_teacher("llama-tied")
-    before, student = make_student(teacher, "linear"), make_student(teacher, "linear")
+    before = make_student(teacher, "linear")
+    student = make_student(teacher, "linear")
     distill(student, teacher, text(), SCHEDULE)
     for name, parameter in student.named_parameters():
         assert not torch.equal(parameter, before.get_parameter(name)), name
@@ -385,18 +500,25 @@ def test_distillation_moves_every_weight():
 @pytest.mark.parametrize("window", [{}, {"sliding_window": 4}])
 def test_memories_have_a_learning_rate_of_their_own(window):
     """Adam's first step moves each weight by its learning rate."""
-    start, student = (make_student(make_teacher(), "deltanet", keep=(1,), **window) for _ in range(2))
+    start, student = (
+        make_student(make_teacher(), "deltanet", keep=(1,), **window) for _ in range(2)
+    )
     schedule = SCHEDULE._replace(steps=1, learning_rate=1e-3, warmup=0.0, memory_factor=8.0)
     distill(student, make_teacher(), text(), schedule)
     own = start.model.layers[0].mixer.new_part.state_dict().keys()
     prefix = "model.layers.0.mixer." + "far." * bool(window)
     for name, x in student.named_parameters():
         moved = (x - start.get_parameter(name)).abs().max().item()
-        assert moved == pytest.approx(8e-3 if name.removeprefix(prefix) in own else 1e-3, rel=0.01), name
+        assert moved == pytest.approx(
+            8e-3 if name.removeprefix(prefix) in own else 1e-3, rel=0.01
+        ), name
 
 
 def test_the_same_seed_gives_the_same_student():
-    students = [convert(make_teacher(), text(), to="deltanet", seed=seed, **BOTH_STAGES).student for seed in (0, 0, 1)]
+    students = [
+        convert(make_teacher(), text(), to="deltanet", seed=seed, **BOTH_STAGES).student
+        for seed in (0, 0, 1)
+    ]
     assert same(students[0], students[1])
     assert not same(students[0], students[2])
 
@@ -405,7 +527,8 @@ class Stop(TrainerCallback):
     """Interrupts a stage after so many steps."""
 
     def __init__(self, stage, step):
-        self.stage, self.step = stage, step
+        self.stage = stage
+        self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.run_name == self.stage and state.global_step == self.step:
@@ -416,7 +539,8 @@ class Steps(TrainerCallback):
     """Remembers the steps of a stage."""
 
     def __init__(self, stage):
-        self.stage, self.taken = stage, []
+        self.stage = stage
+        self.taken = []
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.run_name == self.stage:
@@ -428,7 +552,9 @@ def test_a_stopped_conversion_goes_on_as_if_it_had_not_been_stopped(tmp_path, st
     steps = Steps(stage)
     whole = convert(make_teacher(), text(), **BOTH_STAGES)
     with pytest.raises(KeyboardInterrupt):
-        convert(make_teacher(), text(), run=Run(tmp_path, callbacks=(Stop(stage, 5),)), **BOTH_STAGES)
+        convert(
+            make_teacher(), text(), run=Run(tmp_path, callbacks=(Stop(stage, 5),)), **BOTH_STAGES
+        )
     resumed = convert(make_teacher(), text(), run=Run(tmp_path, callbacks=(steps,)), **BOTH_STAGES)
     assert steps.taken == [5, 6, 7, 8]  # from its last checkpoint
     assert same(resumed.student, whole.student)
@@ -448,7 +574,8 @@ def test_text_windows_are_a_function_of_the_seed():
 def test_windows_of_a_mixture_are_drawn_by_weight(tmp_path):
     (tmp_path / "a.txt").write_text(" ".join(["w5"] * 300))
     (tmp_path / "b.txt").write_text(" ".join(["w6"] * 50))
-    files, schedule = [tmp_path / "a.txt", tmp_path / "b.txt"], SCHEDULE._replace(steps=500)
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    schedule = SCHEDULE._replace(steps=500)
     mixed = conversion.read_tokens(files, make_tokenizer(), weights=[1, 3])
     assert [len(part) for part in mixed.parts] == [301, 51]
     rows = torch.stack([row["input_ids"] for row in conversion.TokenWindows(mixed, schedule, 1)])
@@ -460,14 +587,17 @@ def test_windows_of_a_mixture_are_drawn_by_weight(tmp_path):
     limited = conversion.read_tokens(files, make_tokenizer(), weights=[1, 3], limit=40)
     assert limited.mixture == ((10, 1), (30, 3))
     assert tokens_fingerprint(limited) != tokens_fingerprint(conversion.Text(limited.tokens))
-    with pytest.raises(ValueError, match=r"weights must be above 0, one for each of 2 texts, got \[1, 0\]"):
+    with pytest.raises(
+        ValueError, match=r"weights must be above 0, one for each of 2 texts, got \[1, 0\]"
+    ):
         conversion.read_tokens(files, make_tokenizer(), weights=[1, 0])
     with pytest.raises(ValueError, match="one window of 60 tokens, got 51"):
         conversion.TokenWindows(mixed, schedule._replace(length=60))
 
 
 def test_some_windows_end_in_what_they_began_with():
-    tokens, schedule = torch.arange(50), Schedule(steps=4, learning_rate=0.0, batch_size=2, length=9, repeats=0.25)
+    tokens = torch.arange(50)
+    schedule = Schedule(steps=4, learning_rate=0.0, batch_size=2, length=9, repeats=0.25)
     rows = [x["labels"] for x in conversion.TokenWindows(tokens, schedule, 0)]
     assert [i for i, row in enumerate(rows) if torch.equal(row[-2:], row[:2])] == [3, 7]
     assert all(row[:7].diff().eq(1).all() for row in rows)
@@ -485,16 +615,21 @@ def test_windows_grow_in_equal_shares_of_the_steps():
 def test_a_conversion_in_chunks_has_the_same_student():
     students = []
     for chunk_length, lengths in ((0, {16}), (7, {7, 2})):
-        teacher, seen = make_teacher(), set()
+        teacher = make_teacher()
+        seen = set()
         student = conversion.make_student(teacher, "deltanet")
-        student.model.layers[0].register_forward_hook(lambda *args, seen=seen: seen.add(args[-1].shape[1]))
+        student.model.layers[0].register_forward_hook(
+            lambda *args, seen=seen: seen.add(args[-1].shape[1])
+        )
         once = SCHEDULE._replace(steps=1, chunk_length=chunk_length)
         conversion.distill(student, teacher, text(), once)
         conversion.fine_tune(student, text(), once)
         assert seen == lengths
         students.append(student)
     for x, y in zip(*(student.parameters() for student in students), strict=True):
-        assert (x - y).abs().max() <= 1e-3 * y.abs().max()  # Adam makes much of the rounding of small gradients
+        assert (
+            x - y
+        ).abs().max() <= 1e-3 * y.abs().max()  # Adam makes much of the rounding of small gradients
 
 
 def test_text_files_are_read_in_order(tmp_path):
@@ -509,16 +644,36 @@ def test_text_files_are_read_in_order(tmp_path):
 
 def test_a_folder_of_plain_files_is_a_document_each(tmp_path):
     (tmp_path / "part").mkdir()
-    for name, content in (("b.txt", "w4\nw5\n"), ("part/a.md", "w6"), (".hidden", "w7"), ("c", "w8")):
+    for name, content in (
+        ("b.txt", "w4\nw5\n"),
+        ("part/a.md", "w6"),
+        (".hidden", "w7"),
+        ("c", "w8"),
+    ):
         (tmp_path / name).write_text(content)
-    assert conversion.read_tokens([tmp_path], make_tokenizer()).tokens.tolist() == [4, 5, 2, 8, 2, 6, 2]
+    assert conversion.read_tokens([tmp_path], make_tokenizer()).tokens.tolist() == [
+        4,
+        5,
+        2,
+        8,
+        2,
+        6,
+        2,
+    ]
 
 
 def test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("w4".encode("utf-8-sig"))
     (tmp_path / "b.jsonl").write_bytes('{"text": "w5"}'.encode("utf-8-sig"))
     (tmp_path / "c.py").write_text("w6")
-    assert conversion.read_tokens([tmp_path], make_tokenizer()).tokens.tolist() == [4, 2, 5, 2, 6, 2]
+    assert conversion.read_tokens([tmp_path], make_tokenizer()).tokens.tolist() == [
+        4,
+        2,
+        5,
+        2,
+        6,
+        2,
+    ]
     (tmp_path / "a.txt").rename(tmp_path / "README.md")  # describes the data
     (tmp_path / "c.py").unlink()
     assert conversion.read_tokens([tmp_path], make_tokenizer()).tokens.tolist() == [5, 2]
@@ -531,7 +686,9 @@ def test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_te
 def written(tmp_path):
     """Three documents, one of them empty, as each kind of file, and as a folder that `datasets` loads."""
     texts = ["w4 w5", "", "w6"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"id": 1, "text": x}) + "\n" for x in texts) + "\n")
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"id": 1, "text": x}) + "\n" for x in texts) + "\n"
+    )
     parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": texts}), tmp_path / "a.parquet")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "train.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes())
@@ -541,21 +698,42 @@ def written(tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "folder"])
 def test_documents_of_every_kind_of_source_end_with_the_end_of_text(written, name, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(written / "cache"))
-    assert conversion.read_tokens([written / name], make_tokenizer()).tokens.tolist() == [4, 5, 2, 6, 2]
-    assert conversion.read_tokens([str(written / name)] * 2, make_tokenizer(), limit=4).tokens.tolist() == [4, 5, 2, 6]
+    assert conversion.read_tokens([written / name], make_tokenizer()).tokens.tolist() == [
+        4,
+        5,
+        2,
+        6,
+        2,
+    ]
+    assert conversion.read_tokens(
+        [str(written / name)] * 2, make_tokenizer(), limit=4
+    ).tokens.tolist() == [4, 5, 2, 6]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_talks_go_through_the_chat_template(tmp_path, name):
     talk = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]
-    rows, tokenizer = [{"messages": talk}, {"messages": talk[:1]}], make_tokenizer()
+    rows = [{"messages": talk}, {"messages": talk[:1]}]
+    tokenizer = make_tokenizer()
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="messages need a tokenizer with a chat template, got one without"):
+    with pytest.raises(
+        ValueError, match="messages need a tokenizer with a chat template, got one without"
+    ):
         conversion.read_tokens([tmp_path / name], tokenizer)
     turn = "{{ 'w4' if m.role == 'user' else 'w5' }} {{ m.content }} w2"
     tokenizer.chat_template = f"{{% for m in messages %}}{turn} {{% endfor %}}"
-    assert conversion.read_tokens([tmp_path / name], tokenizer).tokens.tolist() == [4, 7, 2, 5, 8, 2, 4, 7, 2]
+    assert conversion.read_tokens([tmp_path / name], tokenizer).tokens.tolist() == [
+        4,
+        7,
+        2,
+        5,
+        8,
+        2,
+        4,
+        7,
+        2,
+    ]
 
 
 USER = "{% if m.role == 'user' %}w4 {{ m.content }} w2 {% else %}w5 "
@@ -569,7 +747,9 @@ TEMPLATES = {  # with marks of the assistant's turns by its author, and without
 def test_only_what_the_assistant_writes_is_a_target(tmp_path, kind):
     turns = [("user", "w7"), ("assistant", "w8 w9"), ("user", "w6"), ("assistant", "w3")]
     talk = [{"role": role, "content": content} for role, content in turns]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}) + "\n" + json.dumps({"text": "w7 w7"}))
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"messages": talk}) + "\n" + json.dumps({"text": "w7 w7"})
+    )
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}" + USER + TEMPLATES[kind]
     read = conversion.read_tokens([tmp_path / "a.jsonl"], tokenizer, assistant_only=True)
@@ -588,13 +768,18 @@ def test_a_template_that_renders_a_beginning_otherwise_is_explained(tmp_path):
 
 
 def test_a_loss_is_of_targets_alone_and_every_window_has_one():
-    tokens, targets = torch.arange(60), torch.zeros(60, dtype=torch.bool)
+    tokens = torch.arange(60)
+    targets = torch.zeros(60, dtype=torch.bool)
     targets[[20, 21, 40]] = True
     for start in ([], [63]):
         chosen = conversion.Text(tokens, torch.tensor(start, dtype=torch.long), targets)
-        data = conversion.TokenWindows(chosen, Schedule(steps=30, learning_rate=0.0, batch_size=2, length=9), 0)
+        data = conversion.TokenWindows(
+            chosen, Schedule(steps=30, learning_rate=0.0, batch_size=2, length=9), 0
+        )
         labels = torch.stack([row["labels"] for row in data])
-        assert ((labels == -100) | (labels == torch.stack([row["input_ids"] for row in data]))).all()
+        assert (
+            (labels == -100) | (labels == torch.stack([row["input_ids"] for row in data]))
+        ).all()
         assert (labels[:, 1:] != -100).any(1).all()
         assert labels.unique().tolist() == [-100, 20, 21, 40]
     with pytest.raises(ValueError, match="text must have messages of an assistant"):
@@ -603,7 +788,8 @@ def test_a_loss_is_of_targets_alone_and_every_window_has_one():
     teacher = make_teacher()
     rows = torch.stack([data[i]["input_ids"] for i in range(2)])
     labels = torch.stack([data[i]["labels"] for i in range(2)])[:, 1:]
-    student, schedule = make_student(teacher, "linear"), data.schedule._replace(steps=1)
+    student = make_student(teacher, "linear")
+    schedule = data.schedule._replace(steps=1)
     carry_over(student, teacher)
     with torch.no_grad():
         pairs = [model(rows).logits[:, :-1][labels != -100] for model in (student, teacher)]
@@ -615,22 +801,50 @@ def test_a_loss_is_of_targets_alone_and_every_window_has_one():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "w4"}\n{"text": ', "a.jsonl must have JSON in each line, got none in line 2"),
-        ("a.jsonl", b'{"body": "w4"}\n', "line 1 of .*a.jsonl must have a text in its field text, or .*, got body"),
-        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "roles and contents in messages, got messages"),
+        (
+            "a.jsonl",
+            b'{"text": "w4"}\n{"text": ',
+            "a.jsonl must have JSON in each line, got none in line 2",
+        ),
+        (
+            "a.jsonl",
+            b'{"body": "w4"}\n',
+            "line 1 of .*a.jsonl must have a text in its field text, or .*, got body",
+        ),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user"}]}\n',
+            "roles and contents in messages, got messages",
+        ),
         ("a.jsonl", b"[1]\n", "must have a text in its field text, or .*, got list"),
         ("a.parquet", b"PAR1", "a.parquet must be a parquet file"),
         ("a.txt", b"  \n", "text must not be empty, got no tokens from .*a.txt"),
-        ("a.json", b'{"text": "w4"}', "text must be a plain file, .jsonl or .parquet, got .*a.json, which is .json"),
-        ("a.csv", b"text\nw4\n", "text must be a plain file, .jsonl or .parquet, got .*a.csv, which is .csv"),
+        (
+            "a.json",
+            b'{"text": "w4"}',
+            "text must be a plain file, .jsonl or .parquet, got .*a.json, which is .json",
+        ),
+        (
+            "a.csv",
+            b"text\nw4\n",
+            "text must be a plain file, .jsonl or .parquet, got .*a.csv, which is .csv",
+        ),
         ("a", b"w4 \0 w5", "a must be text, got a binary file"),
-        ("a.jsonl", b'{"text": "\\ud800 w4"}', "line 1 of .*a.jsonl must be text in Unicode, got half of a pair"),
+        (
+            "a.jsonl",
+            b'{"text": "\\ud800 w4"}',
+            "line 1 of .*a.jsonl must be text in Unicode, got half of a pair",
+        ),
         (
             "a.jsonl",
             b'{"messages": [{"role": "user", "content": "\\udc00"}]}',
             "line 1 of .*a.jsonl must be text in Unicode",
         ),
-        ("a.jsonl", 10**5 * b"[" + 10**5 * b"]", "a.jsonl must have JSON in each line, got none in line 1"),
+        (
+            "a.jsonl",
+            10**5 * b"[" + 10**5 * b"]",
+            "a.jsonl must have JSON in each line, got none in line 1",
+        ),
         ("", b"{", "a.jsonl must have JSON in each line, got none in line 1"),
         ("/dev/null", b"", "text must be a file, .*, got the device /dev/null"),
     ],
@@ -643,7 +857,9 @@ def test_unreadable_data_is_explained(tmp_path, name, content, message):
 
 def test_a_parquet_file_without_text_and_a_missing_file_are_explained(tmp_path):
     parquet.write_table(pyarrow.table({"id": [1], "body": ["w4"]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a.parquet must have a column text or messages, got id, body"):
+    with pytest.raises(
+        ValueError, match=r"a.parquet must have a column text or messages, got id, body"
+    ):
         conversion.read_tokens([tmp_path / "a.parquet"], make_tokenizer())
     for name in (tmp_path / "no", "no.txt", "../no"):
         with pytest.raises(FileNotFoundError, match="No such file or directory"):
@@ -654,7 +870,9 @@ def test_a_parquet_file_that_is_damaged_inside_is_explained(tmp_path):
     file = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["w4 w5"]}), file, compression="none")
     file.write_bytes(file.read_bytes().replace(b"w4 w5", b"w4\xffw5"))
-    with pytest.raises(ValueError, match=r"a.parquet must be a parquet file, got something else or a damaged one"):
+    with pytest.raises(
+        ValueError, match=r"a.parquet must be a parquet file, got something else or a damaged one"
+    ):
         conversion.read_tokens([file], make_tokenizer())
 
 
@@ -669,14 +887,24 @@ def test_a_library_that_is_not_installed_is_named(written, monkeypatch):
 @pytest.mark.parametrize(
     ("tokens", "length", "message"),
     [
-        (torch.tensor([1, 64]), 2, "tokenizer must be the teacher's, which has 64 tokens, got token 64"),
+        (
+            torch.tensor([1, 64]),
+            2,
+            "tokenizer must be the teacher's, which has 64 tokens, got token 64",
+        ),
         (torch.arange(9), 16, "at least one window of 16 tokens, got 9"),
-        (torch.ones(9999, dtype=torch.long), 4096, "length must be at most the teacher's 2048 positions, got 4096"),
+        (
+            torch.ones(9999, dtype=torch.long),
+            4096,
+            "length must be at most the teacher's 2048 positions, got 4096",
+        ),
     ],
 )
 def test_a_text_that_does_not_fit_the_teacher_is_explained(tokens, length, message):
     with pytest.raises(ValueError, match=message):
-        convert(make_teacher(), tokens, transfer=SCHEDULE._replace(length=length), distillation=SCHEDULE)
+        convert(
+            make_teacher(), tokens, transfer=SCHEDULE._replace(length=length), distillation=SCHEDULE
+        )
 
 
 def test_what_is_written_can_be_loaded_and_read(tmp_path):
@@ -703,7 +931,9 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     assert card.data.base_model == "someone/llama"
     assert "perplexity" in card.text
     assert "sees the last" not in card.text
-    assert "sees the last 33 tokens exactly" in report.model_card(replace(results, window=33)).text  # of 128
+    assert (
+        "sees the last 33 tokens exactly" in report.model_card(replace(results, window=33)).text
+    )  # of 128
     shares = {f"layer {i:02}": {"share": {"value": i / 8}} for i in (0, 2)}
     remembering = replace(results, rows=rows | {"student": rows["student"] | {"memory": shares}})
     assert "of its size. layer 00: 0 %, layer 02: 25 %." in report.model_card(remembering).text
@@ -716,10 +946,16 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
 
 
 def test_measuring_keeps_to_its_budget(monkeypatch):
-    read, told, teacher = [], [], make_teacher()
+    read = []
+    told = []
+    teacher = make_teacher()
     monkeypatch.setattr("hf_memory.evaluation.tasks.cost", lambda model, context: {})
     teacher.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
-    evaluate(Subject(teacher, text(9000), lengths=(64, 512), max_tokens=8192), OF_CARD, report=told.append)
+    evaluate(
+        Subject(teacher, text(9000), lengths=(64, 512), max_tokens=8192),
+        OF_CARD,
+        report=told.append,
+    )
     assert 4096 < sum(read) <= 8192
     assert len(told) > len(read)
 
@@ -746,12 +982,17 @@ def test_a_folder_of_someone_else_is_never_replaced(tmp_path):
 
 
 def test_mse_of_the_transfer_is_that_of_the_definition():
-    teacher, tokens = make_teacher().double(), random_tokens(2, 16)
+    teacher = make_teacher().double()
+    tokens = random_tokens(2, 16)
     student = make_student(teacher, "linear").double()
     carry_over(student, teacher)
     expected = 0
-    for (inputs, output), layer in zip(attention_seen(teacher, tokens), student.model.layers, strict=True):
-        made, _ = layer.mixer(inputs["hidden_states"], position_embeddings=inputs["position_embeddings"])
+    for (inputs, output), layer in zip(
+        attention_seen(teacher, tokens), student.model.layers, strict=True
+    ):
+        made, _ = layer.mixer(
+            inputs["hidden_states"], position_embeddings=inputs["position_embeddings"]
+        )
         expected += F.mse_loss(made, output) / output.square().mean()
     assert_close(AttentionTransfer(student, teacher)(tokens)["loss"], expected, expected.float())
 
@@ -768,23 +1009,49 @@ def bos_tokenizer():
 
 def test_every_window_begins_as_the_tokenizer_begins_a_text(tmp_path, monkeypatch):
     talk = [{"role": "user", "content": "w7"}]
-    lines = [{"text": "w1 w4 w5"}, {"messages": talk}, {"messages": talk}, *[{"text": "w8 w9"}] * 90]
+    lines = [
+        {"text": "w1 w4 w5"},
+        {"messages": talk},
+        {"messages": talk},
+        *[{"text": "w8 w9"}] * 90,
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     text = conversion.read_tokens([tmp_path / "a.jsonl"], bos_tokenizer())
     assert text.start.tolist() == [1] != start_of(make_tokenizer())
-    assert text.tokens.tolist() == [4, 5, 2, 7, 2, 7, 2, *[8, 9, 2] * 90]  # the template's own is not a second one
+    assert text.tokens.tolist() == [
+        4,
+        5,
+        2,
+        7,
+        2,
+        7,
+        2,
+        *[8, 9, 2] * 90,
+    ]  # the template's own is not a second one
 
-    read, teacher = [], make_teacher()
+    read = []
+    teacher = make_teacher()
     schedule = SCHEDULE._replace(steps=2, repeats=0.5)
     teacher.register_forward_pre_hook(
         lambda module, args, given: read.append((*args, *given.values())[0]), with_kwargs=True
     )
     convert(teacher, text, to="deltanet", keep="auto:1/2", transfer=schedule, distillation=schedule)
-    convert(teacher, text, to="deltanet", keep="heads:1/2", transfer=schedule._replace(steps=0), distillation=schedule)
+    convert(
+        teacher,
+        text,
+        to="deltanet",
+        keep="heads:1/2",
+        transfer=schedule._replace(steps=0),
+        distillation=schedule,
+    )
     monkeypatch.setattr("hf_memory.evaluation.tasks.cost", lambda model, context: {})
     evaluate(Subject(teacher, text, lengths=(64, 256), max_tokens=2048), OF_CARD)
     assert {rows.shape[1] for rows in read} > {16, 256}
-    assert all((rows[:, 0] == 1).all() and (rows[:, :-1][rows[:, 1:] == 1] == 2).all() for rows in read)
-    again = conversion.TokenWindows(conversion.Text(torch.arange(50), text.start + 59), schedule, 0)[1]["labels"]
+    assert all(
+        (rows[:, 0] == 1).all() and (rows[:, :-1][rows[:, 1:] == 1] == 2).all() for rows in read
+    )
+    again = conversion.TokenWindows(
+        conversion.Text(torch.arange(50), text.start + 59), schedule, 0
+    )[1]["labels"]
     assert again[0] == 60
     assert torch.equal(again[-4:], again[1:5])

@@ -9,7 +9,15 @@ import torch
 from cases import PRODUCT_KEYS
 from hf_memory import DeltaNetConfig, conversion
 from hf_memory.cli.progress import Lines
-from hf_memory.conversion import Recipe, Run, check_run, make_student, plan_rows, resolve, results_of
+from hf_memory.conversion import (
+    Recipe,
+    Run,
+    check_run,
+    make_student,
+    plan_rows,
+    resolve,
+    results_of,
+)
 from hf_memory.conversion.describe import ways_to_serve
 from hf_memory.conversion.report import model_card
 from hf_memory.conversion.students.starts import start_near
@@ -20,12 +28,16 @@ from teachers import SCHEDULE, convert, make_teacher, text
 NONE = SCHEDULE._replace(steps=0)
 STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
 MEMORIZING = {"past": "memorizing", "memory_join": "attention", "sliding_window": 12}
-FIXED, GROWS = "a fixed size", "grows with the text as fast as its teacher's"
-TRANSFER, KL = "attention transfer", "KL divergence of the logits"
+FIXED = "a fixed size"
+GROWS = "grows with the text as fast as its teacher's"
+TRANSFER = "attention transfer"
+KL = "KL divergence of the logits"
 
 
 def planned(**recipe):
-    return resolve(Recipe(**{"to": "linear", "keep": "none"} | STAGES | recipe), make_teacher().config, text())
+    return resolve(
+        Recipe(**{"to": "linear", "keep": "none"} | STAGES | recipe), make_teacher().config, text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,15 +53,27 @@ def planned(**recipe):
             ),  # and positions
             (FIXED, TRANSFER, KL),
         ),
-        ({"to": "titans"}, (FIXED, "its teacher before any training", "trained on the text"), (TRANSFER, KL)),
-        ({"to": "titans", "options": {"sliding_window": 4}}, (FIXED, TRANSFER, KL), ("before any training",)),
+        (
+            {"to": "titans"},
+            (FIXED, "its teacher before any training", "trained on the text"),
+            (TRANSFER, KL),
+        ),
+        (
+            {"to": "titans", "options": {"sliding_window": 4}},
+            (FIXED, TRANSFER, KL),
+            ("before any training",),
+        ),
         ({"cross_entropy": 1.0}, (TRANSFER, "trained on the text, without"), (KL, "distillation")),
         (
             {"cross_entropy": 0.25},
             (TRANSFER, KL, "cross-entropy with the text with a weight of 0.25"),
             ("trained on the text",),
         ),
-        ({"transfer": NONE, "distillation": NONE}, ("not trained after that",), (TRANSFER, KL, "distillation")),
+        (
+            {"transfer": NONE, "distillation": NONE},
+            ("not trained after that",),
+            (TRANSFER, KL, "distillation"),
+        ),
         ({"keep": (1,)}, ("grows with the text at 50% of the rate of its teacher's",), (FIXED,)),
         ({"fine_tuning": SCHEDULE, "lora_rank": 2}, ("fine-tuned on the text", "LoRA"), ()),
         (
@@ -62,16 +86,29 @@ def planned(**recipe):
             ("without its embeddings and feed-forward layers was trained",),
             ("the whole student",),
         ),
-        ({"train": "lora:2"}, ("and LoRA of rank 2 of the others, were trained",), ("the whole student",)),
+        (
+            {"train": "lora:2"},
+            ("and LoRA of rank 2 of the others, were trained",),
+            ("the whole student",),
+        ),
     ],
 )
 def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
     plan = planned(**recipe)
-    figures = {"perplexity": ("perplexity",), "recall": ("recall",), "speed": (BYTES, READ, WRITTEN)}
-    row = {task: {"256": {x: {"value": 2.0, "samples": [2.0]} for x in of_task}} for task, of_task in figures.items()}
+    figures = {
+        "perplexity": ("perplexity",),
+        "recall": ("recall",),
+        "speed": (BYTES, READ, WRITTEN),
+    }
+    row = {
+        task: {"256": {x: {"value": 2.0, "samples": [2.0]} for x in of_task}}
+        for task, of_task in figures.items()
+    }
     names = {"teacher": "someone/llama", "text": "random words", "training": {}}
     rows = {"teacher": row, "student": row}
-    card = model_card(results_of(plan, {stage.name: [] for stage in plan.stages}, rows, **names)).content
+    card = model_card(
+        results_of(plan, {stage.name: [] for stage in plan.stages}, rows, **names)
+    ).content
     about = card[: card.index("## Results")]  # what follows explains columns
     assert [words for words in true if words not in about] == []
     assert [words for words in false if words in about] == []
@@ -80,9 +117,17 @@ def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
 @pytest.mark.parametrize(
     ("recipe", "true", "false"),
     [
-        ({"to": "deltaformer"}, ("cannot be exported", "vLLM does not run it"), ("hf-memory export", "vllm serve")),
+        (
+            {"to": "deltaformer"},
+            ("cannot be exported", "vLLM does not run it"),
+            ("hf-memory export", "vllm serve"),
+        ),
         ({"to": "gated"}, ("cannot be exported", "vllm serve FOLDER"), ("llama-server",)),
-        ({"to": "attention", "keep": "heads:1/2"}, ("cannot be exported", "vllm serve FOLDER"), ("llama-server",)),
+        (
+            {"to": "attention", "keep": "heads:1/2"},
+            ("cannot be exported", "vllm serve FOLDER"),
+            ("llama-server",),
+        ),
     ],
 )
 def test_a_card_says_how_this_model_is_served(recipe, true, false):
@@ -100,7 +145,12 @@ def test_a_card_names_the_engines_of_an_export():
 
 @pytest.mark.parametrize(
     ("to", "kept"),
-    [("attention", "heads:1/11"), ("deltanet", "heads:1/11"), ("titans", "none"), ("transformer", "none")],
+    [
+        ("attention", "heads:1/11"),
+        ("deltanet", "heads:1/11"),
+        ("titans", "none"),
+        ("transformer", "none"),
+    ],
 )
 def test_what_is_kept_by_default_depends_on_the_family(to, kept):
     plan = resolve(Recipe(to), make_teacher().config, text(4000))
@@ -110,7 +160,11 @@ def test_what_is_kept_by_default_depends_on_the_family(to, kept):
 
 @pytest.mark.parametrize(
     ("to", "options", "train"),
-    [("attention", {}, "attention"), ("attention", {"attention_sinks": True}, "attention"), ("deltanet", {}, "all")],
+    [
+        ("attention", {}, "attention"),
+        ("attention", {"attention_sinks": True}, "attention"),
+        ("deltanet", {}, "all"),
+    ],
 )
 def test_only_attention_learns_where_the_teacher_has_all_parts(to, options, train):
     plan = resolve(Recipe(to, options=options), make_teacher("llama").config, text(4000))
@@ -133,7 +187,8 @@ def test_heads_with_windows_keep_tokens_unless_options_say_otherwise(to, options
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"), [("heads:1/2", "172 of each head, beside a window of 64"), ("heads:1/1", None)]
+    ("keep", "said"),
+    [("heads:1/2", "172 of each head, beside a window of 64"), ("heads:1/1", None)],
 )
 def test_a_plan_says_how_many_tokens_heads_keep(keep, said):
     plan = resolve(Recipe(keep=keep), make_teacher("llama").config, text(4000))
@@ -146,8 +201,12 @@ def test_windows_of_the_default_length_fit_teacher_and_text(positions, length):
     teacher.max_position_embeddings = positions
     plan = resolve(Recipe(), teacher, text(3000))
     assert plan.recipe.distillation.length == min(2048, length)
-    with pytest.raises(ValueError, match=r"length must be at most the teacher's|at least one window"):
-        resolve(Recipe(distillation=Recipe().distillation._replace(length=4000)), teacher, text(3000))
+    with pytest.raises(
+        ValueError, match=r"length must be at most the teacher's|at least one window"
+    ):
+        resolve(
+            Recipe(distillation=Recipe().distillation._replace(length=4000)), teacher, text(3000)
+        )
 
 
 @pytest.mark.parametrize(
@@ -160,17 +219,28 @@ def test_windows_of_the_default_length_fit_teacher_and_text(positions, length):
         ("mistral-window", "linear", {"sliding_window": 4}, False),  # and a memory of what left it
         ("mistral-window", "titans", {}, True),
         ("mistral-window", "titans", {"sliding_window": 8}, False),  # more than the teacher
-        ("gemma2", "titans", {"sliding_window": 16}, False),  # more than every second layer of the teacher
+        (
+            "gemma2",
+            "titans",
+            {"sliding_window": 16},
+            False,
+        ),  # more than every second layer of the teacher
         ("gemma2", "deltaformer", {}, True),
         ("llama", "deltaformer", {"beta_activation": "sigmoid"}, False),
         ("llama", "transformer", {**MEMORIZING, "memory_top_k": 4}, True),
         ("llama", "transformer", {**MEMORIZING, "memory_top_k": 3}, False),
-        ("llama", "deltaformer", {"mlp_types": 2 * ["mlp_and_memory"], **PRODUCT_KEYS}, True),  # memories are silent
+        (
+            "llama",
+            "deltaformer",
+            {"mlp_types": 2 * ["mlp_and_memory"], **PRODUCT_KEYS},
+            True,
+        ),  # memories are silent
     ],
 )
 @torch.no_grad()
 def test_a_student_is_called_exact_where_it_is(teacher, to, options, exact):
-    teacher, tokens = make_teacher(teacher), text()[:16][None]
+    teacher = make_teacher(teacher)
+    tokens = text()[:16][None]
     plan = resolve(Recipe(to=to, keep="none", options=options, **STAGES), teacher.config, text())
     student = make_student(teacher, to, **options)
     start_near(student, teacher, text(), plan.window, is_exact=True)
@@ -178,10 +248,14 @@ def test_a_student_is_called_exact_where_it_is(teacher, to, options, exact):
     assert plan.is_exact is exact is bool(difference < 1e-4)
 
 
-@pytest.mark.parametrize("recipe", [{"to": "deltaformer"}, {"cross_entropy": 1.0}, {"fine_tuning": SCHEDULE}])
+@pytest.mark.parametrize(
+    "recipe", [{"to": "deltaformer"}, {"cross_entropy": 1.0}, {"fine_tuning": SCHEDULE}]
+)
 def test_what_is_planned_is_what_runs(recipe):
     short = SCHEDULE._replace(steps=1)
-    recipe = {name: short if value is SCHEDULE else value for name, value in (STAGES | recipe).items()}
+    recipe = {
+        name: short if value is SCHEDULE else value for name, value in (STAGES | recipe).items()
+    }
     made = convert(make_teacher(), text(), **recipe)
     assert list(made.losses) == [stage.name for stage in planned(**recipe).stages]
 
@@ -196,18 +270,45 @@ def test_what_is_planned_is_what_runs(recipe):
         ({"seed": 2**32}, "seed must be from 0 to"),
         ({"lora_rank": 2}, "lora_rank must be None without steps of fine_tuning, got 2"),
         ({"lora_rank": 0, "fine_tuning": SCHEDULE}, "lora_rank must be at least 1, got 0"),
-        ({"train": "lora"}, "train must be all, attention, new, or lora:RANK such as lora:8, got 'lora'"),
-        ({"train": "lora:0"}, "train must be all, attention, new, or lora:RANK such as lora:8, got 'lora:0'"),
-        ({"train": "new", "keep": (0, 1)}, "train must not be new for a student without parts that are new"),
+        (
+            {"train": "lora"},
+            "train must be all, attention, new, or lora:RANK such as lora:8, got 'lora'",
+        ),
+        (
+            {"train": "lora:0"},
+            "train must be all, attention, new, or lora:RANK such as lora:8, got 'lora:0'",
+        ),
+        (
+            {"train": "new", "keep": (0, 1)},
+            "train must not be new for a student without parts that are new",
+        ),
         ({"teacher_bits": 3}, "teacher_bits must be 8 or 4, got 3"),
         ({"options": {"hidden_size": 64}}, "options must not change hidden_size, .* got 64"),
-        ({"options": {"vocab_size": 9, "head_dim": 4}}, "options must not change head_dim and vocab_size"),
-        ({"options": {"max_position_embeddings": 10}}, "options must not change max_position_embeddings"),
+        (
+            {"options": {"vocab_size": 9, "head_dim": 4}},
+            "options must not change head_dim and vocab_size",
+        ),
+        (
+            {"options": {"max_position_embeddings": 10}},
+            "options must not change max_position_embeddings",
+        ),
         ({"options": {"layer_types": ["memory"]}}, "options must not have layer_types"),
-        ({"to": "gated", "options": {"linear_key_head_dim": 4, "memory_rope": False}}, r"\(32, 32\) in the teacher"),
-        ({"transfer": SCHEDULE._replace(learning_rate=float("inf"))}, "learning_rate of transfer must be at least 0"),
-        ({"transfer": SCHEDULE._replace(memory_factor=2)}, "memory_factor of transfer must be 1, since that stage"),
-        ({"transfer": SCHEDULE._replace(chunk_length=4)}, "chunk_length of transfer must be 0, since that stage"),
+        (
+            {"to": "gated", "options": {"linear_key_head_dim": 4, "memory_rope": False}},
+            r"\(32, 32\) in the teacher",
+        ),
+        (
+            {"transfer": SCHEDULE._replace(learning_rate=float("inf"))},
+            "learning_rate of transfer must be at least 0",
+        ),
+        (
+            {"transfer": SCHEDULE._replace(memory_factor=2)},
+            "memory_factor of transfer must be 1, since that stage",
+        ),
+        (
+            {"transfer": SCHEDULE._replace(chunk_length=4)},
+            "chunk_length of transfer must be 0, since that stage",
+        ),
         (
             {"distillation": SCHEDULE._replace(chunk_length=-1)},
             "chunk_length of distillation must be at least 0, got -1",
@@ -216,9 +317,18 @@ def test_what_is_planned_is_what_runs(recipe):
             {"distillation": SCHEDULE._replace(start_length=17)},
             "start_length of distillation must be at most its length 16",
         ),
-        ({"distillation": SCHEDULE._replace(repeats=1.5)}, "repeats of distillation must be from 0 to 1, got 1.5"),
-        ({"options": {"sparse_memory_gradients": True}}, "sparse_memory_gradients must be False in a conversion"),
-        ({"to": "deltaformer", "keep": "auto"}, "keep must not be auto for a student that equals its teacher"),
+        (
+            {"distillation": SCHEDULE._replace(repeats=1.5)},
+            "repeats of distillation must be from 0 to 1, got 1.5",
+        ),
+        (
+            {"options": {"sparse_memory_gradients": True}},
+            "sparse_memory_gradients must be False in a conversion",
+        ),
+        (
+            {"to": "deltaformer", "keep": "auto"},
+            "keep must not be auto for a student that equals its teacher",
+        ),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(recipe, message):
@@ -236,19 +346,43 @@ def test_a_recipe_that_cannot_be_is_refused(recipe, message):
         ({"report_to": "nobody"}, "nobody is not supported"),
         ({"report_to": "comet_ml"}, "report_to must be a logger that is installed, .*, got "),
         ({"max_steps": 3}, "training must be arguments from .*, got max_steps"),
-        ({"weight_decoy": 0.1}, r"training must be arguments from .*, got weight_decoy; did you mean weight_decay\?"),
-        ({"resume_from_checkpoint": "x"}, "training must be arguments from .*, got resume_from_checkpoint"),
-        ({"deepspeed": "x", "label_smoothing_factor": 0.5}, "got deepspeed, label_smoothing_factor"),
+        (
+            {"weight_decoy": 0.1},
+            r"training must be arguments from .*, got weight_decoy; did you mean weight_decay\?",
+        ),
+        (
+            {"resume_from_checkpoint": "x"},
+            "training must be arguments from .*, got resume_from_checkpoint",
+        ),
+        (
+            {"deepspeed": "x", "label_smoothing_factor": 0.5},
+            "got deepspeed, label_smoothing_factor",
+        ),
         ({"max_grad_norm": math.nan}, "max_grad_norm of training must be at least 0, got nan"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps of training must be at least 1, got 0"),
+        (
+            {"gradient_accumulation_steps": 0},
+            "gradient_accumulation_steps of training must be at least 1, got 0",
+        ),
         ({"adam_beta1": 1.0}, "adam_beta1 of training must be less than 1, got 1.0"),
         ({"fp16": True}, "fp16 of training needs a GPU"),
-        ({"torch_compile_mode": "nope"}, "torch_compile must be possible with this backend and mode, got .*nope"),
+        (
+            {"torch_compile_mode": "nope"},
+            "torch_compile must be possible with this backend and mode, got .*nope",
+        ),
         ({"gradient_accumulation_steps": 3}, "batch_size must be a multiple of 3"),
-        ({"report_to": "tensorboard"}, "report_to=tensorboard needs checkpoints, beside which it writes, or"),
+        (
+            {"report_to": "tensorboard"},
+            "report_to=tensorboard needs checkpoints, beside which it writes, or",
+        ),
         ({"eval_steps": 0}, "eval_steps of training must be at least 1, got 0"),
-        ({"eval_steps": 2}, "validation must be given together with eval_steps of training, got none"),
-        ({"load_best_model_at_end": True}, "load_best_model_at_end of training needs eval_steps, got none"),
+        (
+            {"eval_steps": 2},
+            "validation must be given together with eval_steps of training, got none",
+        ),
+        (
+            {"load_best_model_at_end": True},
+            "load_best_model_at_end of training needs eval_steps, got none",
+        ),
     ],
 )
 def test_arguments_of_training_that_cannot_be_are_refused(training, message, monkeypatch):
@@ -284,9 +418,21 @@ def places(tmp_path):
         ("x" * 240, None, "output must have a name of at most 230 bytes"),
         ("x" * 300, None, "output must have a name of at most 230 bytes"),
         ("student", "file", "checkpoints must be a folder, got"),
-        ("student", "linked", "checkpoints must be in a folder without symbolic links, got .*linked with transfer"),
-        ("student", "others", "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5"),
-        ("student", "others/run", "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5"),
+        (
+            "student",
+            "linked",
+            "checkpoints must be in a folder without symbolic links, got .*linked with transfer",
+        ),
+        (
+            "student",
+            "others",
+            "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5",
+        ),
+        (
+            "student",
+            "others/run",
+            "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5",
+        ),
     ],
 )
 def test_folders_that_cannot_be_written_to_are_refused(places, output, checkpoints, message):
@@ -304,15 +450,22 @@ def test_checkpoints_that_no_run_has_claimed_are_left_alone(places):
 
 def test_validation_that_cannot_be_is_refused():
     for run, message in (
-        (Run(validation=text(20)), "validation must be given together with eval_steps of training, got 20 tokens"),
-        (Run(training={"eval_steps": 2}, validation=text(9)), "at least one window of 16 tokens, got 9"),
+        (
+            Run(validation=text(20)),
+            "validation must be given together with eval_steps of training, got 20 tokens",
+        ),
+        (
+            Run(training={"eval_steps": 2}, validation=text(9)),
+            "at least one window of 16 tokens, got 9",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             check_run(planned(), run)
 
 
 def test_a_plan_is_of_one_teacher_and_one_text():
-    plan, teacher = planned(), make_teacher("qwen3")
+    plan = planned()
+    teacher = make_teacher("qwen3")
     for wrong, message in (
         ((teacher, text()), "teacher must be the one of the plan"),
         ((make_teacher(), text(9)), "tokens must be the 200 of the plan, got 9"),

@@ -39,7 +39,9 @@ class Slow(TrainerCallback):
 
 
 def convert_and_save(folder, *callbacks):
-    made = convert(make_teacher(), text(), run=Run(folder / "checkpoints", callbacks=callbacks), **ALL_STAGES)
+    made = convert(
+        make_teacher(), text(), run=Run(folder / "checkpoints", callbacks=callbacks), **ALL_STAGES
+    )
     made.student.save_pretrained(folder / "student")
 
 
@@ -47,10 +49,18 @@ def kill_and_convert(folder):
     """Kill a conversion at random moments of its stages, each time as a process of its own; then let it end."""
     torch.set_num_threads(1)
     gc.freeze()  # accelerate collects garbage at each stage, which takes as long as the stage
-    moments, checkpoints = random.Random(0), folder / "killed" / "checkpoints"
-    for stage, kills in (("placement", 1), ("transfer", 3), ("distillation", 3), ("fine_tuning", 3)):
+    moments = random.Random(0)
+    checkpoints = folder / "killed" / "checkpoints"
+    for stage, kills in (
+        ("placement", 1),
+        ("transfer", 3),
+        ("distillation", 3),
+        ("fine_tuning", 3),
+    ):
         for step in sorted(moments.sample(range(1, SCHEDULE.steps - 1), kills)):
-            process = os.fork()  # not a new interpreter, which would take longer than its conversion
+            process = (
+                os.fork()
+            )  # not a new interpreter, which would take longer than its conversion
             if not process:
                 convert_and_save(folder / "killed", Slow())
                 os._exit(1)  # too late to be killed
@@ -77,9 +87,13 @@ def test_a_conversion_that_is_killed_ten_times_comes_to_the_same_weights(tmp_pat
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     code = "import sys, pathlib, test_conversion_runs as t; t.kill_and_convert(pathlib.Path(sys.argv[1]))"
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], env=environment, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
-    weights, expected = (load_file(tmp_path / x / "student" / "model.safetensors") for x in ("killed", "whole"))
+    weights, expected = (
+        load_file(tmp_path / x / "student" / "model.safetensors") for x in ("killed", "whole")
+    )
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
@@ -126,14 +140,21 @@ DAMAGES = {
     "empty": lambda content: b"",
     "truncated": lambda content: content[: len(content) // 2],
     "zeros": lambda content: bytes(len(content)),
-    "flipped": lambda content: content[: len(content) // 2] + b"\xff\0\xff" + content[len(content) // 2 + 3 :],
+    "flipped": lambda content: (
+        content[: len(content) // 2] + b"\xff\0\xff" + content[len(content) // 2 + 3 :]
+    ),
 }
 LOST = [DAMAGES[name] for name in ("empty", "truncated", "zeros")]
-FILES = [*product(["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "config.json"], LOST)]
+FILES = [
+    *product(
+        ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "config.json"], LOST
+    )
+]
 FILES += product(["optimizer.pt", "rng_state.pth"], [DAMAGES["flipped"]])
 FILES += product(["optimizer.pt", "rng_state.pth"], [other_state])
 FILES += product(
-    ["trainer_state.json"], [lambda content: b"[]", lambda content: b"{}", *map(step_of, ("1", -1, 10**9))]
+    ["trainer_state.json"],
+    [lambda content: b"[]", lambda content: b"{}", *map(step_of, ("1", -1, 10**9))],
 )
 
 
@@ -143,7 +164,8 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(name, damage, stopped, 
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     (checkpoint / name).write_bytes(damage((checkpoint / name).read_bytes()))
     with pytest.raises(
-        ValueError, match=rf"{checkpoint}.* is damaged \(.*\): delete the folder {checkpoint.name}, and"
+        ValueError,
+        match=rf"{checkpoint}.* is damaged \(.*\): delete the folder {checkpoint.name}, and",
     ):
         train(make_teacher(), text(), SCHEDULE, run=Run(tmp_path / "run"))
     shutil.rmtree(checkpoint)
@@ -153,7 +175,9 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(name, damage, stopped, 
 def test_a_changed_state_of_an_optimizer_that_is_used_is_seen(stopped, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_memory.conversion.stages.trainer.check_checkpoint", lambda folder: None)
     with pytest.raises((pytest.fail.Exception, AssertionError)):
-        test_a_damaged_checkpoint_is_refused_in_one_sentence("optimizer.pt", DAMAGES["flipped"], stopped, tmp_path)
+        test_a_damaged_checkpoint_is_refused_in_one_sentence(
+            "optimizer.pt", DAMAGES["flipped"], stopped, tmp_path
+        )
 
 
 @pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, "\0" * 9])
@@ -161,7 +185,8 @@ def test_a_damaged_record_of_a_run_is_refused_in_one_sentence(content, stopped, 
     shutil.copytree(stopped, tmp_path / "run")
     (tmp_path / "run" / "fingerprint.json").write_text(content)
     with pytest.raises(
-        ValueError, match=r"fingerprint.json is damaged: delete the folder .*run, and the run begins again"
+        ValueError,
+        match=r"fingerprint.json is damaged: delete the folder .*run, and the run begins again",
     ):
         train(make_teacher(), text(), SCHEDULE, run=Run(tmp_path / "run"))
 
@@ -183,12 +208,17 @@ def other_teacher():
     ],
 )
 def test_checkpoints_of_another_run_are_refused(tmp_path, teacher, tokens, change, name):
-    short = RUN | {"transfer": SCHEDULE._replace(steps=1), "distillation": SCHEDULE._replace(steps=0)}
+    short = RUN | {
+        "transfer": SCHEDULE._replace(steps=1),
+        "distillation": SCHEDULE._replace(steps=0),
+    }
     with pytest.raises(ValueError, match="options must be"):
         convert(make_teacher(), text(), run=Run(tmp_path), gaet="scalar", **short)  # claims nothing
     convert(make_teacher(), text(), run=Run(tmp_path), **short)
     convert(make_teacher(), text(), run=Run(tmp_path), **short | {"keep": [1]})
-    with pytest.raises(ValueError, match=f"checkpoints must be of the same run, got .* with another {name}$"):
+    with pytest.raises(
+        ValueError, match=f"checkpoints must be of the same run, got .* with another {name}$"
+    ):
         convert(teacher(), tokens, run=Run(tmp_path), **short | change)
 
 
@@ -209,14 +239,18 @@ class Worsen(TrainerCallback):
 def test_the_weights_that_are_best_on_other_text_are_kept(tmp_path):
     training = {"eval_steps": 2, "load_best_model_at_end": True}
     run = Run(callbacks=(Worsen(),), training=training, validation=random_tokens(100, seed=2))
-    teacher, whole = make_teacher(), convert(make_teacher(), text(), run=run, **RUN)
+    teacher = make_teacher()
+    whole = convert(make_teacher(), text(), run=run, **RUN)
     found = {x["step"]: x["eval_loss"] for x in whole.losses["distillation"] if "eval_loss" in x}
     assert list(found) == [2, 4, 6, 8]
     assert min(found, key=found.get) == 4
-    rows = torch.stack([x["input_ids"] for x in TokenWindows(text(), SCHEDULE, 2).for_evaluation(run.validation)])
+    rows = torch.stack(
+        [x["input_ids"] for x in TokenWindows(text(), SCHEDULE, 2).for_evaluation(run.validation)]
+    )
     with torch.no_grad():
         loss = (
-            divergence(*(x(rows).logits[:, :-1].flatten(0, 1) for x in (whole.student, teacher))) / rows[:, 1:].numel()
+            divergence(*(x(rows).logits[:, :-1].flatten(0, 1) for x in (whole.student, teacher)))
+            / rows[:, 1:].numel()
         )
     assert loss.item() == pytest.approx(found[4], rel=1e-4)
 
@@ -232,7 +266,9 @@ class Break(TrainerCallback):
     """Makes a weight, or what reaches it on the way back, something that is not a number."""
 
     def __init__(self, stage, name, *, weight):
-        self.stage, self.name, self.weight = stage, name, weight
+        self.stage = stage
+        self.name = name
+        self.weight = weight
 
     def on_step_end(self, args, state, control, model, **kwargs):
         """After the third step."""
@@ -247,9 +283,18 @@ class Break(TrainerCallback):
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize(
     ("stage", "name"),
-    [("attention transfer", "learned.0.q_proj.weight"), ("distillation", "model.layers.1.mlp.up_proj.weight")],
+    [
+        ("attention transfer", "learned.0.q_proj.weight"),
+        ("distillation", "model.layers.1.mlp.up_proj.weight"),
+    ],
 )
 def test_a_step_that_is_not_finite_stops_the_stage(stage, name, weight):
-    before = "the weight {} is not finite" if weight else "weights are finite, the gradient of {} is not"
-    with pytest.raises(ValueError, match=f"must be finite, got loss .* in step 4 of {stage}; {before.format(name)}"):
-        convert(make_teacher(), text(), run=Run(callbacks=(Break(stage, name, weight=weight),)), **RUN)
+    before = (
+        "the weight {} is not finite" if weight else "weights are finite, the gradient of {} is not"
+    )
+    with pytest.raises(
+        ValueError, match=f"must be finite, got loss .* in step 4 of {stage}; {before.format(name)}"
+    ):
+        convert(
+            make_teacher(), text(), run=Run(callbacks=(Break(stage, name, weight=weight),)), **RUN
+        )

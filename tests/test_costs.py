@@ -11,7 +11,8 @@ from hf_memory.conversion.stages.fine_tuning import trained
 from hf_memory.conversion.students import build
 from teachers import make_teacher, text
 
-LENGTH, ROWS = 32, 2
+LENGTH = 32
+ROWS = 2
 SCHEDULE = Schedule(steps=3, learning_rate=1e-3, batch_size=ROWS, length=LENGTH)
 NONE = SCHEDULE._replace(steps=0)
 
@@ -19,14 +20,17 @@ NONE = SCHEDULE._replace(steps=0)
 def plan_of(teacher, **recipe):
     """A plan of distillation alone, unless another stage is given."""
     return resolve(
-        Recipe(**{"keep": "none", "transfer": NONE, "distillation": SCHEDULE, **recipe}), teacher.config, text()
+        Recipe(**{"keep": "none", "transfer": NONE, "distillation": SCHEDULE, **recipe}),
+        teacher.config,
+        text(),
     )
 
 
 def saved_bytes(plan, teacher):
     """Bytes that a forward pass of a student without its head saves for the backward pass, besides its weights."""
     model = build(plan.student, teacher, seed=0)
-    weights, saved = {x.untyped_storage().data_ptr() for x in model.parameters()}, {}
+    weights = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    saved = {}
 
     def save(x):
         saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
@@ -81,7 +85,11 @@ def test_only_the_experts_that_a_token_uses_cost_operations():
     teacher = make_teacher("qwen3-moe")
     (cost,) = costs(plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8}))
     used = teacher.config.num_experts_per_tok / teacher.config.num_experts
-    weights = {name: x.numel() for name, x in teacher.named_parameters() if x.ndim > 1 and "embed" not in name}
+    weights = {
+        name: x.numel()
+        for name, x in teacher.named_parameters()
+        if x.ndim > 1 and "embed" not in name
+    }
     used = sum(n * used if "experts" in name else n for name, n in weights.items())
     least = (2 + 6) * used * 3 * ROWS * LENGTH
     assert least < cost.flops < 1.5 * least  # attention and the window are the rest
@@ -93,7 +101,11 @@ def test_what_changes_the_memory_of_a_stage():
     (whole,) = costs(plan)
     (half,), (again,), (alone,) = (
         costs(plan, {name: value})
-        for name, value in {"bf16": True, "activation_checkpointing": True, "gradient_accumulation_steps": 2}.items()
+        for name, value in {
+            "bf16": True,
+            "activation_checkpointing": True,
+            "gradient_accumulation_steps": 2,
+        }.items()
     )
     assert whole.parts["student"] == whole.parts["teacher"] == 4 * plan.student_parameters
     assert whole.parts["optimizer"] == 2 * whole.parts["gradients"] == 8 * plan.student_parameters
@@ -107,7 +119,12 @@ def test_what_changes_the_memory_of_a_stage():
 
 
 def test_a_servable_plan_has_costs():
-    plan = plan_of(make_teacher(), to="attention", keep=(1,), options={"attention_sinks": True, "sliding_window": 8})
+    plan = plan_of(
+        make_teacher(),
+        to="attention",
+        keep=(1,),
+        options={"attention_sinks": True, "sliding_window": 8},
+    )
     assert all(cost.flops > 0 for cost in costs(plan, {"activation_checkpointing": True}))
 
 
@@ -134,12 +151,15 @@ def test_the_teacher_is_held_if_it_runs():
 
 @pytest.mark.parametrize("train", ["all", "attention", "new", "lora:2"])
 def test_a_run_that_does_not_fit_is_refused_before_its_first_step(train, monkeypatch):
-    teacher, steps = make_teacher(), []
+    teacher = make_teacher()
+    steps = []
     plan = plan_of(teacher, to="gated", train=train)
     (cost,) = costs(plan)
     run = Run(report=steps.append)
     monkeypatch.setattr("hf_memory.conversion.costs.memory_for", lambda device: cost.peak - 1)
-    with pytest.raises(ValueError, match=r"memory for distillation must be 0.0 GB \(student 0.0, .*, got 0.0 GB"):
+    with pytest.raises(
+        ValueError, match=r"memory for distillation must be 0.0 GB \(student 0.0, .*, got 0.0 GB"
+    ):
         convert(teacher, text(), plan, run)
     assert not steps
     monkeypatch.setattr("hf_memory.conversion.costs.memory_for", lambda device: cost.peak)
@@ -148,10 +168,15 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(train, monkeyp
 
 
 def test_the_work_of_later_stages_is_in_proportion():
-    plan = plan_of(make_teacher(), to="gated", transfer=SCHEDULE, fine_tuning=SCHEDULE._replace(steps=6))
+    plan = plan_of(
+        make_teacher(), to="gated", transfer=SCHEDULE, fine_tuning=SCHEDULE._replace(steps=6)
+    )
     transfer, distillation, fine_tuning = plan.stages
-    teacher, student = plan.teacher_parameters, plan.student_parameters
+    teacher = plan.teacher_parameters
+    student = plan.student_parameters
     assert plan.later(fine_tuning) == 0
     assert plan.later(distillation) == pytest.approx(2 * 3 * student / (teacher + 3 * student))
     all_that_follows = teacher + 9 * student
-    assert plan.later(transfer) == pytest.approx(all_that_follows / (teacher + 3 * transfer.learned))
+    assert plan.later(transfer) == pytest.approx(
+        all_that_follows / (teacher + 3 * transfer.learned)
+    )

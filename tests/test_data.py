@@ -45,26 +45,40 @@ def test_documents_of_a_row_begin_as_texts():
     assert text.row(1, 10, whole=True)["input_ids"].tolist() == [1, *range(11, 20)]
     mixed = Text.mixed([text, text[2:9]], [1, 1])
     assert mixed.documents.tolist() == [0, 3, 8, 29, 34]
-    rows = [TokenWindows(text, SCHEDULE._replace(length=10, repeats=0.5), seed)[1] for seed in range(9)]
-    assert all(torch.equal(row["position_ids"], torch.arange(10)) for row in rows)  # these repeat a passage
-    assert set(TokenWindows(text, SCHEDULE._replace(length=10, chunk_length=5))[0]) == {"input_ids", "labels"}
+    rows = [
+        TokenWindows(text, SCHEDULE._replace(length=10, repeats=0.5), seed)[1] for seed in range(9)
+    ]
+    assert all(
+        torch.equal(row["position_ids"], torch.arange(10)) for row in rows
+    )  # these repeat a passage
+    assert set(TokenWindows(text, SCHEDULE._replace(length=10, chunk_length=5))[0]) == {
+        "input_ids",
+        "labels",
+    }
 
 
-@pytest.mark.parametrize("options", [{"to": "deltanet"}, {"to": "attention", **HEADS}], ids=["memory", "heads"])
+@pytest.mark.parametrize(
+    "options", [{"to": "deltanet"}, {"to": "attention", **HEADS}], ids=["memory", "heads"]
+)
 def test_no_document_of_a_row_sees_another(options):
     """Losses of all stages are the means of those of documents alone."""
-    lengths, teacher = [5, 6, 4], make_teacher()
-    whole, once = documents_of(lengths), Schedule(steps=1, learning_rate=1e-9, batch_size=1, length=15)
+    lengths = [5, 6, 4]
+    teacher = make_teacher()
+    whole = documents_of(lengths)
+    once = Schedule(steps=1, learning_rate=1e-9, batch_size=1, length=15)
     alone = whole.tokens.split(lengths)
     student = make_student(teacher, **options)
     carry_over(student, teacher)
     with torch.no_grad():
-        rows = [(student(x[None]).logits[0, :-1], teacher(x[None]).logits[0, :-1], x[1:]) for x in alone]
+        rows = [
+            (student(x[None]).logits[0, :-1], teacher(x[None]).logits[0, :-1], x[1:]) for x in alone
+        ]
     kl = sum(divergence(student, teacher) for student, teacher, _ in rows) / 12
     ce = sum(F.cross_entropy(student, x, reduction="sum") for student, _, x in rows) / 12
     assert distill(student, teacher, whole, once)[0]["loss"] == pytest.approx(kl.item(), rel=1e-4)
     assert fine_tune(student, whole, once)[0]["loss"] == pytest.approx(ce.item(), rel=1e-4)
-    transfer, row = AttentionTransfer(in_float64(student), in_float64(teacher)), whole.row(0, 15)
+    transfer = AttentionTransfer(in_float64(student), in_float64(teacher))
+    row = whole.row(0, 15)
     packed = transfer.outputs(row["input_ids"][None], row["position_ids"][None])
     apart = [list(transfer.outputs(x[None])) for x in alone]
     for i, (_, output, target) in enumerate(packed):
@@ -72,7 +86,8 @@ def test_no_document_of_a_row_sees_another(options):
 
 
 def test_tokens_are_read_again_from_their_cache(tmp_path, monkeypatch):
-    file, tokenizer = tmp_path / "a.jsonl", make_tokenizer()
+    file = tmp_path / "a.jsonl"
+    tokenizer = make_tokenizer()
     file.write_text("".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40)))
     first = read_tokens([file], tokenizer, cache=tmp_path / "cache")
     with monkeypatch.context() as patch:
@@ -108,12 +123,17 @@ DAMAGES = {
 @pytest.mark.parametrize("name", ["tokens", "documents", "targets", "checksums.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_tokens_are_read_again_and_this_is_said(damage, name, tmp_path):
-    file, tokenizer = tmp_path / "a.jsonl", make_tokenizer()
+    file = tmp_path / "a.jsonl"
+    tokenizer = make_tokenizer()
     file.write_text("".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40)))
-    first = tokens_fingerprint(read_tokens([file], tokenizer, cache=tmp_path / "cache", assistant_only=True))
+    first = tokens_fingerprint(
+        read_tokens([file], tokenizer, cache=tmp_path / "cache", assistant_only=True)
+    )
     (folder,) = (tmp_path / "cache").iterdir()
     changed(folder / name, DAMAGES[damage])
-    with pytest.warns(UserWarning, match=f"tokens in {folder} are damaged, so the text is read again: .*{name}"):
+    with pytest.warns(
+        UserWarning, match=f"tokens in {folder} are damaged, so the text is read again: .*{name}"
+    ):
         again = read_tokens([file], tokenizer, cache=tmp_path / "cache", assistant_only=True)
     assert tokens_fingerprint(again) == first
     assert list((tmp_path / "cache").iterdir()) == [folder]
@@ -124,7 +144,8 @@ def test_damaged_tokens_are_read_again_and_this_is_said(damage, name, tmp_path):
 
 
 def test_tokens_of_an_earlier_version_or_beyond_the_vocabulary_are_read_again(tmp_path):
-    file, tokenizer = tmp_path / "a.txt", make_tokenizer()
+    file = tmp_path / "a.txt"
+    tokenizer = make_tokenizer()
     file.write_text("w4 w5")
     read_tokens([file], tokenizer, cache=tmp_path / "cache")
     (folder,) = (tmp_path / "cache").iterdir()
@@ -147,7 +168,9 @@ def test_damaged_tokens_that_are_used_are_seen(tmp_path, monkeypatch):
 
 
 def test_several_processes_tokenise_as_one_does(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40))
+    )
     texts = []
     for number, batch in ((1, 2**20), (1, 20), (3, 20)):
         monkeypatch.setattr(tokenised, "PROCESSES", number)

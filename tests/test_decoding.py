@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from cases import CASE, make_model, random_tokens
 from comparing import assert_close
-from hf_memory.decoding import Datastore, NearestNeighbours, RetrievalGate, Spalm, build_datastore, tune
+from hf_memory.decoding import (
+    Datastore,
+    NearestNeighbours,
+    RetrievalGate,
+    Spalm,
+    build_datastore,
+    tune,
+)
 from hf_memory.decoding.datastore import inputs_of, key_module
 from hf_memory.evaluation import perplexity
 from teachers import gpt2, llama
@@ -25,16 +32,25 @@ def make(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_predictions_are_mixed_with_what_followed_the_nearest_keys(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_memory.decoding.datastore.SLICE", 32 * 7)  # so that a search takes several slices
-    model, read, asked = make(name).double(), random_tokens(40), random_tokens(2, 9, seed=1)
+    monkeypatch.setattr(
+        "hf_memory.decoding.datastore.SLICE", 32 * 7
+    )  # so that a search takes several slices
+    model = make(name).double()
+    read = random_tokens(40)
+    asked = random_tokens(2, 9, seed=1)
     store = build_datastore(model, read, tmp_path / "store", length=80, dtype=torch.float64)
-    k, weight, temperature = 5, 0.3, 2.0
+    k = 5
+    weight = 0.3
+    temperature = 2.0
 
     inputs = []
-    with model.get_submodule(key_module(model)).register_forward_pre_hook(lambda _, x: inputs.append(x[0])):
+    with model.get_submodule(key_module(model)).register_forward_pre_hook(
+        lambda _, x: inputs.append(x[0])
+    ):
         model(read[None, :-1])
         plain = model(asked).logits.softmax(-1)
-    keys, queries = inputs[0][0], inputs[1]
+    keys = inputs[0][0]
+    queries = inputs[1]
     assert_close(store.keys, keys)
     expected = torch.empty_like(plain)
     for b in range(2):
@@ -57,13 +73,17 @@ def test_predictions_are_mixed_with_what_followed_the_nearest_keys(name, tmp_pat
 
 
 def test_the_mixture_that_is_chosen_is_the_least_surprised(tmp_path):
-    model, read = llama(), random_tokens(100)
+    model = llama()
+    read = random_tokens(100)
     store = build_datastore(model, read, tmp_path / "store", dtype=torch.float32)
     other = torch.cat([read[30:50], random_tokens(20, seed=1)])
     choices = {"weights": (0.1, 0.5, 0.9), "temperatures": (0.1, 3.0, 30.0)}
     losses = {}
     for weight, temperature in itertools.product(*choices.values()):
-        with NearestNeighbours(model, store, k=4, weight=weight, temperature=temperature), torch.no_grad():
+        with (
+            NearestNeighbours(model, store, k=4, weight=weight, temperature=temperature),
+            torch.no_grad(),
+        ):
             losses[weight, temperature] = float(model(other[None], labels=other[None]).loss)
     best = tune(model, store, other, k=4, **choices)
     assert (best["weight"], best["temperature"]) == min(losses, key=losses.get)
@@ -72,11 +92,14 @@ def test_the_mixture_that_is_chosen_is_the_least_surprised(tmp_path):
 
 
 def test_a_gate_mixes_retrieved_tokens_into_what_the_head_reads(tmp_path):
-    model, read, asked = llama().double(), random_tokens(40), random_tokens(2, 9, seed=1)
+    model = llama().double()
+    read = random_tokens(40)
+    asked = random_tokens(2, 9, seed=1)
     store = build_datastore(model, read, tmp_path / "store", dtype=torch.float64)
     gate = RetrievalGate(32).double()
     plain = model(asked, output_hidden_states=True)
-    h, W = plain.hidden_states[-1], model.lm_head.weight
+    h = plain.hidden_states[-1]
+    W = model.lm_head.weight
     with inputs_of(model, key_module(model)) as seen:
         model(asked)
     near = store.nearest(seen[0].flatten(0, 1), 3).tokens.view(2, 9, 3)
@@ -98,7 +121,8 @@ def test_a_gate_mixes_retrieved_tokens_into_what_the_head_reads(tmp_path):
 
 
 def test_a_text_that_was_kept_is_written_and_predicted_again(tmp_path):
-    model, read = llama(), random_tokens(300)
+    model = llama()
+    read = random_tokens(300)
     store = build_datastore(model, read, tmp_path / "store", length=32, dtype=torch.float32)
     assert len(store) == 299
     alone = float(perplexity(model, read, length=32))
@@ -111,7 +135,8 @@ def test_a_text_that_was_kept_is_written_and_predicted_again(tmp_path):
 
 def test_an_index_finds_what_all_keys_give(tmp_path):
     faiss.omp_set_num_threads(1)
-    model, read = llama(), random_tokens(200)
+    model = llama()
+    read = random_tokens(200)
     exact = build_datastore(model, read, tmp_path / "exact")
     queries = exact.keys[:20].float() + 0.01
     all_lists = build_datastore(model, read, tmp_path / "index", index="IVF4,Flat")
@@ -126,7 +151,8 @@ def test_an_index_finds_what_all_keys_give(tmp_path):
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    model, read = llama(), random_tokens(20)
+    model = llama()
+    read = random_tokens(20)
     store = build_datastore(model, read, tmp_path / "store")
     with pytest.raises(ValueError, match="folder must be a new one"):
         build_datastore(model, read, tmp_path / "store")
@@ -134,9 +160,13 @@ def test_what_does_not_fit_is_refused(tmp_path):
         build_datastore(model, read, tmp_path / "other", module="nowhere")
     with pytest.raises(ValueError, match=r"index must be a description.*Nonsense"):
         build_datastore(model, read, tmp_path / "other", index="Nonsense")
-    with pytest.raises(ValueError, match=r"index must be .*training points \(19\) should be at least"):
+    with pytest.raises(
+        ValueError, match=r"index must be .*training points \(19\) should be at least"
+    ):
         build_datastore(model, read, tmp_path / "other", index="IVF64,Flat")
-    with pytest.raises(ValueError, match=r"module must be one that hidden states go through, .* got 'lm_head'"):
+    with pytest.raises(
+        ValueError, match=r"module must be one that hidden states go through, .* got 'lm_head'"
+    ):
         build_datastore(model, read, tmp_path / "other", module="lm_head")
     with pytest.raises(ValueError, match="module must be given for Rwkv7ForCausalLM"):
         build_datastore(make_model(CASE["rwkv7"]), read, tmp_path / "other")
@@ -177,11 +207,26 @@ def index_of_another(folder):
 
 
 DAMAGES = {
-    "no object": (lambda folder: (folder / "datastore.json").write_text("[]"), "json is damaged; .* must be an object"),
-    "no JSON": (changed("datastore.json", lambda content: content[:-9]), "datastore.json is damaged"),
-    "zeros": (changed("datastore.json", lambda content: bytes(len(content))), "datastore.json is damaged"),
-    "other format": (described(format="1"), "must have the format 'hf_memory datastore 1', got '1'"),
-    "dtype of integers": (described(dtype="int32"), "json is damaged; .* dtype must be one of float16.*got 'int32'"),
+    "no object": (
+        lambda folder: (folder / "datastore.json").write_text("[]"),
+        "json is damaged; .* must be an object",
+    ),
+    "no JSON": (
+        changed("datastore.json", lambda content: content[:-9]),
+        "datastore.json is damaged",
+    ),
+    "zeros": (
+        changed("datastore.json", lambda content: bytes(len(content))),
+        "datastore.json is damaged",
+    ),
+    "other format": (
+        described(format="1"),
+        "must have the format 'hf_memory datastore 1', got '1'",
+    ),
+    "dtype of integers": (
+        described(dtype="int32"),
+        "json is damaged; .* dtype must be one of float16.*got 'int32'",
+    ),
     "no dtype": (described(dtype="nn"), "dtype must be one of"),
     "dtype as a number": (described(dtype=16), "dtype must be a word, got 16"),
     "wider dtype": (described(dtype="float32"), r"keys.bin must have \d+ bytes"),
@@ -194,23 +239,44 @@ DAMAGES = {
     "huge shape": (described(shape=[2**62, 2**62]), r"keys.bin must have \d+ bytes"),
     "truth as shape": (described(shape=[True, 32]), "shape must be the numbers"),
     "mixture as a list": (described(mixture=[0.5]), "mixture must have a weight and a temperature"),
-    "unknown mixture": (described(mixture={"x": 1}), "mixture must have a weight and a temperature"),
+    "unknown mixture": (
+        described(mixture={"x": 1}),
+        "mixture must have a weight and a temperature",
+    ),
     "weight of 2": (described(mixture={"weight": 2}), "mixture must have a weight between 0 and 1"),
-    "weight as a word": (described(mixture={"weight": "x"}), "mixture must have a weight between 0 and 1"),
+    "weight as a word": (
+        described(mixture={"weight": "x"}),
+        "mixture must have a weight between 0 and 1",
+    ),
     "no number": (described(mixture={"temperature": float("nan")}), "and a positive temperature"),
-    "keys cut": (changed("keys.bin", lambda content: content[:-1]), r"keys.bin must have \d+ bytes"),
-    "keys longer": (changed("keys.bin", lambda content: content + b"x"), r"keys.bin must have \d+ bytes"),
+    "keys cut": (
+        changed("keys.bin", lambda content: content[:-1]),
+        r"keys.bin must have \d+ bytes",
+    ),
+    "keys longer": (
+        changed("keys.bin", lambda content: content + b"x"),
+        r"keys.bin must have \d+ bytes",
+    ),
     "infinite keys": (
         changed("keys.bin", lambda content: b"\xff" * len(content)),
         "keys.bin is damaged; .* not finite",
     ),
-    "tokens empty": (changed("tokens.bin", lambda content: b""), r"tokens.bin must have \d+ bytes, got 0"),
-    "negative tokens": (changed("tokens.bin", lambda content: b"\xff" * 4 + content[4:]), "it has the token -1"),
+    "tokens empty": (
+        changed("tokens.bin", lambda content: b""),
+        r"tokens.bin must have \d+ bytes, got 0",
+    ),
+    "negative tokens": (
+        changed("tokens.bin", lambda content: b"\xff" * 4 + content[4:]),
+        "it has the token -1",
+    ),
     "other tokens": (
         changed("tokens.bin", lambda content: b"\xff\0\0\0" + content[4:]),
         "below 64, got 255 in .*store",
     ),
-    "index of nothing": (lambda folder: (folder / "index.faiss").write_bytes(b""), "index.faiss is damaged; delete it"),
+    "index of nothing": (
+        lambda folder: (folder / "index.faiss").write_bytes(b""),
+        "index.faiss is damaged; delete it",
+    ),
     "index of noise": (
         lambda folder: (folder / "index.faiss").write_bytes(b"IxFI" + b"\xff" * 99),
         "index.faiss is da",
@@ -228,12 +294,17 @@ def test_a_damaged_datastore_is_refused_in_one_sentence(damage, tmp_path):
     model, (change, sentence) = llama(), DAMAGES[damage]
     build_datastore(model, random_tokens(20), tmp_path / "store")
     change(tmp_path / "store")
-    with pytest.raises(ValueError, match=sentence), NearestNeighbours(model, Datastore(tmp_path / "store"), k=4):
+    with (
+        pytest.raises(ValueError, match=sentence),
+        NearestNeighbours(model, Datastore(tmp_path / "store"), k=4),
+    ):
         model(random_tokens(1, 3))
 
 
 def test_of_two_datastores_in_one_folder_one_is_refused(tmp_path):
-    model, read, refused = llama(), random_tokens(20), []
+    model = llama()
+    read = random_tokens(20)
+    refused = []
 
     def meanwhile(_):
         with pytest.raises(
@@ -250,7 +321,9 @@ def test_of_two_datastores_in_one_folder_one_is_refused(tmp_path):
 
 def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):
     store = tmp_path / "store"
-    code, out, err = run("datastore", teacher, "--text", text, "--output", store, "--max-tokens", 300, "--length", 64)
+    code, out, err = run(
+        "datastore", teacher, "--text", text, "--output", store, "--max-tokens", 300, "--length", 64
+    )
     assert (code, err) == (0, "")
     assert "299 keys of 16 channels, 0.0 MB" in out
     tuned = run("datastore", teacher, "--tune", text, "--output", store, "--length", 64)
@@ -260,14 +333,20 @@ def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):
     with NearestNeighbours(AutoModelForCausalLM.from_pretrained(teacher), Datastore(store)) as used:
         assert {"weight": used.weight, "temperature": used.temperature} == mixture
     output = ["--output", tmp_path / "evaluation", "--tasks", "perplexity", "--lengths", 256]
-    found = run("evaluate", teacher, "--against", teacher, "--datastore", store, "--text", text, *output)
+    found = run(
+        "evaluate", teacher, "--against", teacher, "--datastore", store, "--text", text, *output
+    )
     assert found[0] == 0
     rows = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())["models"]
     assert list(rows) == [str(teacher), f"{teacher} with store"]
-    alone, beside = (row["found"]["perplexity"]["256"]["perplexity"]["value"] for row in rows.values())
+    alone, beside = (
+        row["found"]["perplexity"]["256"]["perplexity"]["value"] for row in rows.values()
+    )
     assert beside < 0.9 * alone  # of a text that is in the datastore
     prompt = ["--prompt", "the snake", "--max-new-tokens", 4, "--greedy"]
-    assert run("generate", teacher, *prompt, "--datastore", store, "--datastore-weight", 0.5)[0] == 0
+    assert (
+        run("generate", teacher, *prompt, "--datastore", store, "--datastore-weight", 0.5)[0] == 0
+    )
     code, _, err = run("datastore", teacher, "--text", text, "--output", store)
     assert code == 2
     assert "which is not empty" in err

@@ -16,7 +16,8 @@ from hf_memory.mixers.delta_net import DeltaProductMixer
 from hf_memory.mixers.levels import Written
 from hf_memory.ops import delta_rule, linear_attention
 
-T, D = 70, 8
+T = 70
+D = 8
 NOTHING = Context(None, None, None, {})  # neither padding nor past
 
 
@@ -27,7 +28,13 @@ def random(*shape, seed=0):
 def inputs(B=1, H=2):
     """q, k of unit length, v, beta in (0, 2), g."""
     q, k, v = (random(B, T, H, D, seed=i) for i in range(3))
-    return q, F.normalize(k, dim=-1), v, 2 * random(B, T, H, seed=3).sigmoid(), -random(B, T, H, seed=4).abs()
+    return (
+        q,
+        F.normalize(k, dim=-1),
+        v,
+        2 * random(B, T, H, seed=3).sigmoid(),
+        -random(B, T, H, seed=4).abs(),
+    )
 
 
 def test_open_gates_equal_no_gates():
@@ -54,10 +61,12 @@ def test_orthonormal_keys_written_fully_are_linear_attention(gated):
 
 def test_delta_rule_equals_its_matrix_forms():
     q, k, v, beta, g = (x.transpose(1, 2) for x in inputs())  # [B, H, T, ...]
-    I, write = torch.eye(T, dtype=torch.float64), beta[..., None] * v
+    I = torch.eye(T, dtype=torch.float64)
+    write = beta[..., None] * v
     passed = g.cumsum(-1)
     decay = (passed[..., None] - passed[..., None, :]).tril().exp().tril()
-    read, erase = (q @ k.mT).tril(), beta[..., None] * (k @ k.mT).tril(-1)
+    read = (q @ k.mT).tril()
+    erase = beta[..., None] * (k @ k.mT).tril(-1)
     expected = (read * decay) @ torch.linalg.inv(I + erase * decay) @ write
     other = (read @ torch.linalg.inv(I + erase) * decay) @ write
     o = delta_rule(*inputs(), scale=1.0)[0].transpose(1, 2)
@@ -87,7 +96,8 @@ def test_a_and_b_come_together():
 
 def test_a_rewritten_key_returns_its_last_value():
     k = F.normalize(random(1, 1, 1, D), dim=-1).expand(1, 3, 1, D)
-    v, one = random(1, 3, 1, D, seed=1), torch.ones(1, 3, 1, dtype=torch.float64)
+    v = random(1, 3, 1, D, seed=1)
+    one = torch.ones(1, 3, 1, dtype=torch.float64)
     assert_close(delta_rule(k, k, v, one, scale=1.0)[0], v)
     summed = linear_attention(k, k, v, scale=1.0)[0]
     assert_close(summed, v.cumsum(1))
@@ -110,7 +120,8 @@ def test_transformers_form_agrees(theirs):
     q, k, v, beta, g, state = (x.float() for x in exact)
     found = theirs(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
     expected, rounded = (
-        delta_rule(*x[:5], initial_state=x[5], output_final_state=True) for x in (exact, (q, k, v, beta, g, state))
+        delta_rule(*x[:5], initial_state=x[5], output_final_state=True)
+        for x in (exact, (q, k, v, beta, g, state))
     )
     assert_close(found, expected, rounded)
 
@@ -119,7 +130,8 @@ def test_alike_keys_do_not_break_the_solve():
     """Where products of powers of A would overflow: keys of cosine above 0.99, written with strength 2."""
     common = random(1, 1, 1, 32)
     k = F.normalize(common + 0.05 * random(1, 200, 1, 32, seed=1), dim=-1)
-    q, v = random(1, 200, 1, 32, seed=2), random(1, 200, 1, 4, seed=3)
+    q = random(1, 200, 1, 32, seed=2)
+    v = random(1, 200, 1, 4, seed=3)
     beta = torch.full((1, 200, 1), 2.0, dtype=torch.float64)
     expected = delta_rule(q, k, v, beta, backend="reference")[0]
     assert_close(delta_rule(q, k, v, beta)[0], expected)
@@ -143,7 +155,8 @@ def same_weights(one, other):
     """Give one layer the weights of another, as far as it has weights of that name and shape."""
     own = one.state_dict()
     one.load_state_dict(
-        {n: y for n, y in other.state_dict().items() if n in own and own[n].shape == y.shape}, strict=False
+        {n: y for n, y in other.state_dict().items() if n in own and own[n].shape == y.shape},
+        strict=False,
     )
 
 
@@ -152,32 +165,45 @@ def same_weights(one, other):
 def test_a_memory_is_its_equations_one_token_at_a_time(case):
     mixer, x, q, k, v, g, beta = memory(case)
     found, _ = mixer.update(x, NOTHING, Written(q, k, v, g, beta))
-    n, HV = getattr(mixer, "steps", 1), v.shape[2]
+    n = getattr(mixer, "steps", 1)
+    HV = v.shape[2]
     g = g if g.ndim == 4 else g[..., None]
     q, k = (y.repeat_interleave(HV // y.shape[2], 2) for y in (q, unit_length(k)))
-    S, A = torch.zeros(2, HV, *k.shape[3:], v.shape[3], dtype=torch.float64), 0.0
+    S = torch.zeros(2, HV, *k.shape[3:], v.shape[3], dtype=torch.float64)
+    A = 0.0
     for t in range(12):
-        reads, query, before, S = k[:, t * n], q[:, t], S, g[:, t, :, :, None].exp() * S
-        writes, values, strength = k[:, t * n], v[:, t * n], beta[:, t]
+        reads = k[:, t * n]
+        query = q[:, t]
+        before = S
+        S = g[:, t, :, :, None].exp() * S
+        writes = k[:, t * n]
+        values = v[:, t * n]
+        strength = beta[:, t]
         if case == "gdn2":
-            reads, strength = strength.view_as(reads) * reads, 1
+            reads = strength.view_as(reads) * reads
+            strength = 1
             values = mixer.w_proj(x[:, t]).sigmoid().view_as(values) * values
         elif case == "comba":
             p = mixer.inner_decay.sigmoid()[:, None] * mixer.project(x, NOTHING)[1][:, t]
             query = mixer.project(x, NOTHING)[0][:, t] - mixer.D[:, None] * p
-            reads, query = unit_length(p).repeat_interleave(HV // p.shape[1], 1), query.repeat_interleave(2, 1)
+            reads = unit_length(p).repeat_interleave(HV // p.shape[1], 1)
+            query = query.repeat_interleave(2, 1)
         elif case == "preconditioned":
-            f, c = mixer.key_decay(x)[0][:, t], mixer.c_proj(x[:, t]).sigmoid()
+            f = mixer.key_decay(x)[0][:, t]
+            c = mixer.c_proj(x[:, t]).sigmoid()
             A = f.exp()[..., None] * A + c[..., None] * reads**2
             r = (A + 1e-6).log() - mixer.center[:, None]
             writes = reads * 1.5 ** (-r / (1 + r.abs()))
         for i in range(n):
             if case == "deltaproduct":
                 reads = writes = k[:, t * n + i]
-                values, strength = v[:, t * n + i], beta[:, t].unflatten(-1, (n, -1))[:, i]
+                values = v[:, t * n + i]
+                strength = beta[:, t].unflatten(-1, (n, -1))[:, i]
             asked = before if case == "comba" else S
             error = values - torch.einsum("bhkv,bhk->bhv", asked, reads)
-            strong = strength if isinstance(strength, int) or case == "gdn2" else strength[..., None]
+            strong = (
+                strength if isinstance(strength, int) or case == "gdn2" else strength[..., None]
+            )
             S = S + torch.einsum("bhk,bhv->bhkv", writes, strong * error)
         expected = torch.einsum("bhkv,bhk->bhv", S, unit_length(query)) * k.shape[3] ** -0.5
         assert_close(found[:, t], expected)
@@ -196,7 +222,9 @@ def test_equal_gates_of_gated_deltanet_2_are_kimi_delta_attention():
     mixer, x, *_ = memory("gdn2")
     mixer.w_proj.weight.copy_(mixer.b_proj.weight)
     for projection in (mixer.b_proj, mixer.w_proj):
-        projection.weight.copy_(projection.weight[:: mixer.head_dim].repeat_interleave(mixer.head_dim, 0))
+        projection.weight.copy_(
+            projection.weight[:: mixer.head_dim].repeat_interleave(mixer.head_dim, 0)
+        )
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     kimi = memory("kda", output_gate_low_rank_dim=None, **heads)[0]
     same_weights(kimi, mixer)
@@ -209,9 +237,17 @@ def test_comba_without_decay_and_correction_is_deltanet():
     mixer, x, *_ = memory("comba")
     mixer.D.zero_()
     mixer.decay.A_log.fill_(-torch.inf)
-    mixer.inner_decay.fill_(50.0)  # a sigmoid of one: unit_length adds 1e-6 to the square of a length
-    options = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": mixer.value_dim}
-    delta = memory("deltanet", output_gate="sigmoid", allow_negative_eigenvalues=False, **options)[0]
+    mixer.inner_decay.fill_(
+        50.0
+    )  # a sigmoid of one: unit_length adds 1e-6 to the square of a length
+    options = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": mixer.value_dim,
+    }
+    delta = memory("deltanet", output_gate="sigmoid", allow_negative_eigenvalues=False, **options)[
+        0
+    ]
     same_weights(delta, mixer)
     assert_close(mixer(x)[0], delta(x)[0])
 

@@ -18,14 +18,17 @@ def random(*shape, seed=0):
 
 
 def inputs(T=70, H=2, D=8):
-    q, v = random(2, T, H, D), random(2, T, H, D, seed=1)
+    q = random(2, T, H, D)
+    v = random(2, T, H, D, seed=1)
     return q, F.normalize(random(2, T, H, D, seed=2), dim=-1), v, random(2, T, H, seed=3).sigmoid()
 
 
 def test_nothing_erased_is_softmax_attention():
     q, k, v, beta = inputs()
     o, _ = deltaformer(q, k, v, 0 * beta)
-    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
     assert_close(o, expected)
 
 
@@ -36,14 +39,17 @@ def test_nothing_written_is_nothing():
 
 def test_linear_kernels_are_deltanet():
     q, k, v, beta = inputs()
-    o, _ = deltaformer(q, k, v, beta, write_kernel="linear", read_kernel="linear", beta_mode="delta")
+    o, _ = deltaformer(
+        q, k, v, beta, write_kernel="linear", read_kernel="linear", beta_mode="delta"
+    )
     assert_close(o, delta_rule(q, k, v, beta, scale=1.0)[0])
 
 
 def test_erasing_without_scaling_the_write_is_its_own_recurrence():
     """S <- S (I - beta k k^T) + v k^T with linear kernels."""
     q, k, v, beta = inputs(T=20)
-    S, expected = torch.zeros(2, 2, 8, 8, dtype=torch.float64), []
+    S = torch.zeros(2, 2, 8, 8, dtype=torch.float64)
+    expected = []
     for t in range(20):
         erased = torch.einsum("bhkv,bhk->bhv", S, k[:, t]) * beta[:, t, :, None]
         S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t] - erased)
@@ -73,7 +79,8 @@ def test_the_size_of_a_block_changes_nothing(block, T, monkeypatch):
     from hf_memory.ops.deltaformer import chunk
 
     q, k, v, beta = (x.requires_grad_() for x in inputs(T=T))
-    weight, results = random(2, T, 2, 8, seed=5), []
+    weight = random(2, T, 2, 8, seed=5)
+    results = []
     for form in ("reference", "chunk"):
         monkeypatch.setattr(chunk, "BLOCK", block)
         monkeypatch.setitem(chunk.corrected_values.__wrapped__.__kwdefaults__, "block", block)
@@ -96,7 +103,9 @@ def test_a_window_sees_nothing_before_it():
     for name, x in (("k", k), ("v", v)):
         changed = x.clone()
         changed[:, 20] += 1
-        other, _ = deltaformer(q, changed if name == "k" else k, changed if name == "v" else v, beta, window=5)
+        other, _ = deltaformer(
+            q, changed if name == "k" else k, changed if name == "v" else v, beta, window=5
+        )
         assert torch.equal(o[:, :20], other[:, :20])
         assert not torch.equal(o[:, 20:25], other[:, 20:25])
 
@@ -105,19 +114,30 @@ def test_a_window_sees_nothing_before_it():
 @torch.no_grad()
 def test_a_static_cache_whose_window_rolls_equals_the_whole(kernel):
     """Tokens come one by one and several at once, before the window of a layer is full and after."""
-    sliding = {"layer_types": ["sliding_memory", "memory"], "sliding_window": 4, "read_kernel": kernel}
-    model, tokens = make_model(CASE["deltaformer"], **sliding).double(), random_tokens(2, 16)
+    sliding = {
+        "layer_types": ["sliding_memory", "memory"],
+        "sliding_window": 4,
+        "read_kernel": kernel,
+    }
+    model = make_model(CASE["deltaformer"], **sliding).double()
+    tokens = random_tokens(2, 16)
     cache = StaticCache(config=model.config, max_cache_len=16)
-    parts = [model(part, past_key_values=cache).logits for part in tokens.split([3, 1, 1, 1, 4, 1, 5], 1)]
+    parts = [
+        model(part, past_key_values=cache).logits for part in tokens.split([3, 1, 1, 1, 4, 1, 5], 1)
+    ]
     assert_close(torch.cat(parts, 1), model(tokens).logits)
 
 
 @pytest.mark.parametrize("name", ["deltaformer", "deltaformer-window"])
 @torch.no_grad()
 def test_padding_is_never_read_not_even_as_nan_and_takes_no_room_of_a_window(name):
-    model, tokens = make_model(CASE[name]).double(), random_tokens(2, 10)
-    embeddings, mask, cache = model.get_input_embeddings()(tokens), torch.ones(2, 10), DynamicCache(config=model.config)
-    embeddings[1, 5:8], mask[1, 5:8] = torch.nan, 0
+    model = make_model(CASE[name]).double()
+    tokens = random_tokens(2, 10)
+    embeddings = model.get_input_embeddings()(tokens)
+    mask = torch.ones(2, 10)
+    cache = DynamicCache(config=model.config)
+    embeddings[1, 5:8] = torch.nan
+    mask[1, 5:8] = 0
     model(inputs_embeds=embeddings[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
     more = model(inputs_embeds=embeddings[:, 8:], attention_mask=mask, past_key_values=cache).logits
     assert_close(more[1:], model(tokens[1:, mask[1].bool()]).logits[:, -2:])
@@ -188,7 +208,8 @@ def check_kernels(T, beta_mode, dtype=torch.float32):
     """Results and gradients, against what the reference loses in the same precision."""
     q, k, v, beta = (x.to(dtype) for x in inputs(T=T))
     arguments = (q, k, v) if beta_mode == "none" else (q, k, v, beta)
-    weight, results = random(2, T, 2, 8, seed=5), []
+    weight = random(2, T, 2, 8, seed=5)
+    results = []
     for backend, wide in (("triton", dtype), ("reference", torch.float64), ("reference", dtype)):
         given = [x.detach().to(wide).requires_grad_() for x in arguments]
         o, _ = deltaformer(*given, beta_mode=beta_mode, backend=backend)
@@ -198,10 +219,15 @@ def check_kernels(T, beta_mode, dtype=torch.float32):
 
 
 def test_kernels_take_packed_sequences_and_refuse_what_they_do_not_know():
-    exact, packed = [x[:1] for x in inputs(T=40)], {"cu_seqlens": torch.tensor([0, 7, 7, 40])}
+    exact = [x[:1] for x in inputs(T=40)]
+    packed = {"cu_seqlens": torch.tensor([0, 7, 7, 40])}
     q, k, v, beta = (x.float() for x in exact)
-    expected, rounded = (deltaformer(*x, backend="chunk", **packed)[0] for x in (exact, (q, k, v, beta)))
+    expected, rounded = (
+        deltaformer(*x, backend="chunk", **packed)[0] for x in (exact, (q, k, v, beta))
+    )
     assert_close(deltaformer(q, k, v, beta, backend="triton", **packed)[0], expected, rounded)
     for wrong in ({"window": 3}, {"mask": torch.ones(1, 40)}, {"write_kernel": "relu"}):
-        with pytest.raises(ValueError, match="backend='triton' has no kernel for this call: it writes with softmax"):
+        with pytest.raises(
+            ValueError, match="backend='triton' has no kernel for this call: it writes with softmax"
+        ):
             deltaformer(q, k, v, beta, backend="triton", **wrong)

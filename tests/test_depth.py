@@ -12,7 +12,8 @@ from comparing import assert_close
 from hf_memory.modeling.depth import run_reversible
 
 TRANSFORMER = CASE["transformer"]
-STEPS, T = 4, 7
+STEPS = 4
+T = 7
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
@@ -20,14 +21,21 @@ STEPS, T = 4, 7
 @torch.no_grad()
 def test_a_universal_transformer_runs_one_layer_many_times(position, is_adaptive):
     options = {"depth": "universal", "position": position, "adaptive_computation": is_adaptive}
-    model = make_model(TRANSFORMER, num_hidden_layers=STEPS, ponder_loss_weight=0.5, **options).double().model
+    model = (
+        make_model(TRANSFORMER, num_hidden_layers=STEPS, ponder_loss_weight=0.5, **options)
+        .double()
+        .model
+    )
     assert len(model.layers) == 1
     tokens = random_tokens(1, T)
     angles = model.rotary_emb(model.embed_tokens(tokens), torch.arange(T)[None])
     at = model.embed_positions(torch.arange(T)[None])[0] if position == "sinusoidal" else 0
 
-    state, expected = 32**0.5 * model.embed_tokens(tokens)[0], torch.zeros(T, 32, dtype=torch.float64)
-    spent, cost, running = [0.0] * T, [0.0] * T, [True] * T
+    state = 32**0.5 * model.embed_tokens(tokens)[0]
+    expected = torch.zeros(T, 32, dtype=torch.float64)
+    spent = [0.0] * T
+    cost = [0.0] * T
+    running = [True] * T
     for n in range(STEPS):
         here = model.recurrence.steps(torch.tensor([[n]]))[0] + at
         made = model.layers[0]((state + here)[None], position_embeddings=angles)[0]
@@ -38,7 +46,8 @@ def test_a_universal_transformer_runs_one_layer_many_times(position, is_adaptive
             cost[i] += 1
             p = float(model.recurrence.halt(state[i]).sigmoid()) if is_adaptive else 0.0
             if spent[i] + p >= 1 - 0.01 or n == STEPS - 1:
-                p, running[i] = 1 - spent[i], False
+                p = 1 - spent[i]
+                running[i] = False
                 cost[i] += p
             expected[i] += p * state[i]
             spent[i] += p
@@ -54,10 +63,14 @@ def test_a_universal_transformer_runs_one_layer_many_times(position, is_adaptive
 def test_ponder_cost_is_learned_and_padding_costs_nothing():
     model = make_model(CASE["transformer-universal"], ponder_loss_weight=1.0).double().train()
     tokens = random_tokens(2, T)
-    predictions = F.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    predictions = F.cross_entropy(
+        model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    )
     outputs = model.model(tokens)
     own = outputs.own_losses[:, :-1].mean()  # of tokens that predict a label
-    assert_close(model(tokens, labels=tokens).loss.float(), predictions + own, (predictions + own).float())
+    assert_close(
+        model(tokens, labels=tokens).loss.float(), predictions + own, (predictions + own).float()
+    )
     assert_close(outputs.own_loss, outputs.own_losses.mean())
     mask = torch.ones(2, T, dtype=torch.long)
     mask[:, T - 2 :] = 0
@@ -86,15 +99,19 @@ def test_a_reversible_transformer_is_its_equation_and_so_are_its_gradients():
     assert_close(found, expected)
     weight = torch.randn_like(expected)
     parameters = list(model.parameters())
-    for mine, theirs in zip(*(torch.autograd.grad((y * weight).sum(), parameters) for y in (found, expected))):
+    for mine, theirs in zip(
+        *(torch.autograd.grad((y * weight).sum(), parameters) for y in (found, expected))
+    ):
         assert_close(mine, theirs)
 
 
 def test_reversible_layers_are_computed_again_in_the_precision_of_the_forward():
     model = make_model(TRANSFORMER, depth="reversible", num_hidden_layers=3).train()
-    x, positions = torch.randn(1, T, 32), torch.arange(T)[None]
+    x = torch.randn(1, T, 32)
+    positions = torch.arange(T)[None]
     given = {"position_embeddings": model.model.rotary_emb(x, positions), "read_values": None}
-    parameters, gradients = list(model.model.layers.parameters()), []
+    parameters = list(model.model.layers.parameters())
+    gradients = []
     for run in (run_reversible, run_one_after_the_other):
         with torch.autocast("cpu", torch.bfloat16):
             y = run(model.model.layers, x, [None] * 3, **given)
@@ -127,11 +144,13 @@ def random_reversible(randomness):
 
 
 @pytest.mark.parametrize(
-    "way", ["alone", "use_reentrant=False", "use_reentrant=True", "inside a checkpoint", "in chunks"]
+    "way",
+    ["alone", "use_reentrant=False", "use_reentrant=True", "inside a checkpoint", "in chunks"],
 )
 @pytest.mark.parametrize("randomness", ["lora_dropout", "attention_dropout", "a user's module"])
 def test_a_reversible_transformer_is_computed_again_with_the_same_random_numbers(randomness, way):
-    model, tokens = random_reversible(randomness), random_tokens(2, T)
+    model = random_reversible(randomness)
+    tokens = random_tokens(2, T)
     if "reentrant" in way:
         model.enable_input_require_grads()
         model.activation_checkpointing_enable({"use_reentrant": way == "use_reentrant=True"})
@@ -159,7 +178,8 @@ def test_a_reversible_transformer_is_computed_again_with_the_same_random_numbers
 
 
 def test_a_backward_pass_leaves_the_random_generator_as_it_is():
-    model, tokens = random_reversible("a user's module"), random_tokens(2, T)
+    model = random_reversible("a user's module")
+    tokens = random_tokens(2, T)
     loss = model(tokens, labels=tokens).loss
     before = torch.get_rng_state()
     loss.backward()
@@ -193,24 +213,32 @@ def test_a_frozen_reversible_model_learns_what_is_not_frozen():
 
 def spans(**options):
     """In float64, with heads that look back by various spans between 0 and the longest, 8 tokens."""
-    model = make_model(TRANSFORMER, pattern="adaptive_span", max_span=8, span_ramp=3, **options).double()
+    model = make_model(
+        TRANSFORMER, pattern="adaptive_span", max_span=8, span_ramp=3, **options
+    ).double()
     for n, layer in enumerate(model.model.layers):
-        layer.mixer.relation.span.data = torch.tensor([0.0, 0.2, 0.55, 0.4 + 0.1 * n], dtype=torch.float64)
+        layer.mixer.relation.span.data = torch.tensor(
+            [0.0, 0.2, 0.55, 0.4 + 0.1 * n], dtype=torch.float64
+        )
     return model
 
 
 @pytest.mark.parametrize("position", ["none", "alibi"])
 @torch.no_grad()
 def test_heads_see_as_far_as_their_spans(position):
-    T, mixer = 13, spans(position=position).model.layers[0].mixer
+    T = 13
+    mixer = spans(position=position).model.layers[0].mixer
     x = torch.randn(1, T, 32, dtype=torch.float64)
-    q, k, v = (proj(x)[0].unflatten(-1, (-1, 8)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    q, k, v = (
+        proj(x)[0].unflatten(-1, (-1, 8)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    )
     expected = torch.zeros(T, 4, 8, dtype=torch.float64)
     for h, z in enumerate(8 * mixer.relation.span):
         for i in range(T):
             slope = 2.0 ** (-8 * (h + 1) / 4) if position == "alibi" else 0.0
             weights = [
-                ((3 + z - (i - j)) / 3).clamp(0, 1) * (q[i, h] @ k[j, h // 2] / 8**0.5 - slope * (i - j)).exp()
+                ((3 + z - (i - j)) / 3).clamp(0, 1)
+                * (q[i, h] @ k[j, h // 2] / 8**0.5 - slope * (i - j)).exp()
                 for j in range(i + 1)
             ]
             expected[i, h] = sum(w * v[j, h // 2] for j, w in enumerate(weights)) / sum(weights)
@@ -218,7 +246,8 @@ def test_heads_see_as_far_as_their_spans(position):
 
 
 def test_spans_cost_what_they_reach_and_may_grow_again():
-    model, tokens = spans().train(), random_tokens(2, T)
+    model = spans().train()
+    tokens = random_tokens(2, T)
     spent = [8 * layer.mixer.relation.span.mean() for layer in model.model.layers]
     model.config.span_loss_weight = 0.5
     assert_close(model.model(tokens).own_loss, 0.5 * sum(spent))
@@ -232,7 +261,8 @@ def test_spans_cost_what_they_reach_and_may_grow_again():
 
 @torch.no_grad()
 def test_a_cache_is_trimmed_to_the_spans_that_were_learned(tmp_path):
-    model, tokens = spans(), random_tokens(2, 80)
+    model = spans()
+    tokens = random_tokens(2, 80)
     before = model(tokens).logits
     model.model.trim_spans()
     assert model.config.span_limits == [8, 8]  # ceil(3 + 8 * 0.55)

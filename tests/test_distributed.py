@@ -20,7 +20,15 @@ SCRIPT = Path(__file__).with_name("distributed_check.py")
 CONVERSION = SCRIPT.with_name("distributed_conversion.py")
 CONTEXT = SCRIPT.with_name("context_parallel_check.py")
 EXPERTS = "deltanet-as-in-gemma"
-SHARDED = ("linear-hedgehog-rope", "linear-full", "gla", "gated-deltanet-sliding", "kda", "rwkv7", "transformer-xl")
+SHARDED = (
+    "linear-hedgehog-rope",
+    "linear-full",
+    "gla",
+    "gated-deltanet-sliding",
+    "kda",
+    "rwkv7",
+    "transformer-xl",
+)
 SHARDED += ("attention-sinks", "attention-kept", EXPERTS)
 
 
@@ -39,22 +47,39 @@ def test_a_model_in_two_processes_equals_one(tmp_path):
     spread = [f"logits/tp_size/{name}" for name in SHARDED]
     spread += [f"logits/fsdp_size/{SHARDED[0]}", f"logits/pp_size/{SHARDED[1]}"]
     spread += [f"logits/ep_size/{EXPERTS}", f"gradients/ep_size/{EXPERTS}"]
-    spread += ["gradients/fsdp_size/transformer-reversible"]  # in one process its inputs are recomputed, and rounded
+    spread += [
+        "gradients/fsdp_size/transformer-reversible"
+    ]  # in one process its inputs are recomputed, and rounded
     printed = run([sys.executable, SCRIPT, tmp_path, *spread])
-    differences = dict(line.split() for line in printed.splitlines() if line.startswith(tuple(spread)))
+    differences = dict(
+        line.split() for line in printed.splitlines() if line.startswith(tuple(spread))
+    )
     assert set(differences) == set(spread)
-    assert all(float(x) < (1e-4 if "gradients" in which else 1e-5) for which, x in differences.items())
+    assert all(
+        float(x) < (1e-4 if "gradients" in which else 1e-5) for which, x in differences.items()
+    )
 
 
 def test_rows_that_are_split_over_processes_equal_whole_ones():
     printed = run([sys.executable, CONTEXT]).splitlines()
-    differences = dict(line.split() for line in printed if line.startswith(("rows/", "prefill/", "sharded/", "loss/")))
+    differences = dict(
+        line.split()
+        for line in printed
+        if line.startswith(("rows/", "prefill/", "sharded/", "loss/"))
+    )
     expected = {f"rows/4/{case.name}" for case in filter(passes_gradients, FIRST_OF_KIND)}
-    expected |= {f"{which}/{case.name}" for case in FIRST_OF_FAMILY for which in ("rows/2", "prefill/4")}
-    expected |= {f"loss/4/{name.replace(' ', '-')}" for name in DIVISIBLE} | {"sharded/2x2/gated-deltanet-sliding"}
+    expected |= {
+        f"{which}/{case.name}" for case in FIRST_OF_FAMILY for which in ("rows/2", "prefill/4")
+    }
+    expected |= {f"loss/4/{name.replace(' ', '-')}" for name in DIVISIBLE} | {
+        "sharded/2x2/gated-deltanet-sliding"
+    }
     assert set(differences) == expected
     with_losses = ("sharded", "loss")  # of predictions in float32
-    assert all(float(x) < (1e-6 if which.startswith(with_losses) else 1e-10) for which, x in differences.items())
+    assert all(
+        float(x) < (1e-6 if which.startswith(with_losses) else 1e-10)
+        for which, x in differences.items()
+    )
 
 
 @pytest.mark.slow
@@ -62,7 +87,8 @@ def test_a_conversion_in_two_processes_equals_one(tmp_path):
     convert_and_save("one", tmp_path)
     run([sys.executable, CONVERSION, tmp_path])
     students = {
-        name: load_file(tmp_path / name / "model.safetensors") for name in ("one", "copied", "sharded", "resumed")
+        name: load_file(tmp_path / name / "model.safetensors")
+        for name in ("one", "copied", "sharded", "resumed")
     }
     for name, x in students["one"].items():
         for way in ("copied", "sharded"):  # Adam makes much of the rounding of small gradients
@@ -77,7 +103,9 @@ def same(a, b, tolerance=0.0):
 
 def test_checkpointing_and_accumulation_change_no_student():
     only_distillation = {**RUN, **STAGES, "transfer": SCHEDULE._replace(steps=0)}
-    checkpointed = convert(make_teacher(), text(), **RUN | STAGES, run=Run(training={"activation_checkpointing": True}))
+    checkpointed = convert(
+        make_teacher(), text(), **RUN | STAGES, run=Run(training={"activation_checkpointing": True})
+    )
     assert same(convert(make_teacher(), text(), **RUN | STAGES), checkpointed)
     assert not checkpointed.student.is_activation_checkpointing
     in_two = Run(training={"gradient_accumulation_steps": 2})
@@ -91,9 +119,20 @@ def test_every_student_learns_in_bfloat16(to):
     teacher = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).eval()
     once = SCHEDULE._replace(steps=1, learning_rate=1e-4)
     exact, rounded = (
-        convert(teacher, text(), to=to, transfer=once, distillation=once, run=Run(training={"bf16": bf16}))
+        convert(
+            teacher,
+            text(),
+            to=to,
+            transfer=once,
+            distillation=once,
+            run=Run(training={"bf16": bf16}),
+        )
         for bf16 in (False, True)
     )
     for stage, losses in exact.losses.items():
-        assert rounded.losses[stage][0]["loss"] == pytest.approx(losses[0]["loss"], rel=0.05, abs=1e-3)
-    assert {x.dtype for x in rounded.student.parameters()} == {rounded.student(text()[None]).logits.dtype}
+        assert rounded.losses[stage][0]["loss"] == pytest.approx(
+            losses[0]["loss"], rel=0.05, abs=1e-3
+        )
+    assert {x.dtype for x in rounded.student.parameters()} == {
+        rounded.student(text()[None]).logits.dtype
+    }

@@ -13,13 +13,20 @@ from comparing import assert_close
 from hf_memory.conversion.stages import divergence
 from hf_memory.conversion.stages.distillation import DistillationTrainer
 
-V, C, B, T = 97, SIZES["hidden_size"], 2, 11  # a vocabulary that no other size is
+V = 97
+C = SIZES["hidden_size"]
+B = 2
+T = 11  # a vocabulary that no other size is
 STUDENTS = {
     "capped": ("deltanet-as-in-gemma", None),
     "tied": ("linear-sliding", None),
     "adapted": ("deltanet-as-in-gemma", "lm_head"),
 }
-PARTS = [(0.0, 1.0, 0.0), (0.25, 2.0, 0.5), (1.0, 1.0, 0.8)]  # of the text, temperature, share that is no target
+PARTS = [
+    (0.0, 1.0, 0.0),
+    (0.25, 2.0, 0.5),
+    (1.0, 1.0, 0.8),
+]  # of the text, temperature, share that is no target
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +39,13 @@ def _small(monkeypatch):
 def student_and_teacher(name):
     case, adapted = STUDENTS[name]
     student, teacher = (
-        make_model(next(c for c in CASES if c.name == x), vocab_size=V) for x in (case, "deltanet-as-in-gemma")
+        make_model(next(c for c in CASES if c.name == x), vocab_size=V)
+        for x in (case, "deltanet-as-in-gemma")
     )
     if adapted:
-        student = get_peft_model(student, LoraConfig(r=2, target_modules=[adapted], init_lora_weights=False))
+        student = get_peft_model(
+            student, LoraConfig(r=2, target_modules=[adapted], init_lora_weights=False)
+        )
     return student.double(), teacher.double()
 
 
@@ -67,7 +77,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.shape[-1:] == (V,) and result.shape != (C, V):  # a weight
+        if (
+            isinstance(result, torch.Tensor)
+            and result.shape[-1:] == (V,)
+            and result.shape != (C, V)
+        ):  # a weight
             self.found = max(self.found, result.numel())
         return result
 
@@ -82,7 +96,9 @@ def test_slices_give_the_loss_and_the_gradients_of_the_plain_formula(
     student, teacher = student_and_teacher(name)
     tokens = random_tokens(B, T)
     logits = student(tokens).logits
-    log_p, log_q = ((x / temperature).log_softmax(-1) for x in (teacher(tokens).logits.detach(), logits))
+    log_p, log_q = (
+        (x / temperature).log_softmax(-1) for x in (teacher(tokens).logits.detach(), logits)
+    )
     labels = tokens.masked_fill(torch.rand(B, T) < masked, -100)
     chosen = labels[:, 1:] != -100
     kl = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1][chosen].mean()

@@ -19,14 +19,21 @@ from hf_memory.modeling.gates import TABLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", *ROOT.glob("recipes/*.md"), *ROOT.glob("model_cards/*/README.md")]
+LINKED = [
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    *ROOT.glob("recipes/*.md"),
+    *ROOT.glob("model_cards/*/README.md"),
+]
 PUBLIC = (hf_memory, modeling, serving, decoding, conversion, evaluation, export, ops, cache)
 every_page = pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 
 
 def blocks(page: Path, language: str) -> list[str]:
     """The code blocks of a page in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -47,13 +54,19 @@ def run_page(tmp_path, monkeypatch):
     """Runs the code of a page where a student and a text are, as pages assume; returns its variables."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    layers = {"layer_types": ["memory", "sliding_heads"], "full_attention_heads": [[], [0]], "sliding_window": 8}
+    layers = {
+        "layer_types": ["memory", "sliding_heads"],
+        "full_attention_heads": [[], [0]],
+        "sliding_window": 8,
+    }
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     student = hf_memory.DeltaNetConfig(**sizes, **layers, num_attention_heads=2, eos_token_id=None)
     hf_memory.DeltaNetForCausalLM(student).save_pretrained("student")
     vocabulary = ["<unk>", *(f"w{i}" for i in range(1, 64))]
     word_tokenizer(vocabulary, unk_token="<unk>").save_pretrained("student")
-    Path("book.txt").write_text(" ".join(f"w{1 + i * i % 63}" for i in range(3000)), encoding="utf-8")
+    Path("book.txt").write_text(
+        " ".join(f"w{1 + i * i % 63}" for i in range(3000)), encoding="utf-8"
+    )
 
     def run(page: Path) -> dict:
         names: dict = {"__name__": "__main__"}
@@ -68,17 +81,22 @@ def run_page(tmp_path, monkeypatch):
         table.update(gates[config])
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
+)
 def test_code_runs(page, run_page):
     run_page(page)
 
 
 def test_a_loaded_memory_goes_on_as_the_page_says(run_page):
     names = run_page(ROOT / "docs" / "memory.md")
-    model, whole = names["model"], names["whole"]
+    model = names["model"]
+    whole = names["whole"]
     expected = model.generate(whole, max_new_tokens=20, do_sample=False)[0, whole.shape[1] :]
     assert torch.equal(names["output"][0, names["question"].shape[1] :], expected)
-    assert not any(x.requires_grad for layer in names["cache"].layers for x in layer.states.values())
+    assert not any(
+        x.requires_grad for layer in names["cache"].layers for x in layer.states.values()
+    )
 
 
 @every_page
@@ -123,9 +141,16 @@ def test_the_reference_has_every_public_name():
     page = page.replace("<!-- families -->", families)  # as docs/hooks.py does
     described = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
     objects = {path: pkgutil.resolve_name(path) for path in described}
-    assert [path for path, x in objects.items() if inspect.ismodule(x) or not inspect.getdoc(x)] == []
+    assert [
+        path for path, x in objects.items() if inspect.ismodule(x) or not inspect.getdoc(x)
+    ] == []
     names = {path.rsplit(".")[-1] for path in described} | set(re.findall(r"`(\w+)`", page))
-    assert [f"{module.__name__}.{name}" for module in PUBLIC for name in module.__all__ if name not in names] == []
+    assert [
+        f"{module.__name__}.{name}"
+        for module in PUBLIC
+        for name in module.__all__
+        if name not in names
+    ] == []
 
 
 @pytest.fixture
@@ -133,8 +158,12 @@ def tiny_teacher(tmp_path):
     """A folder with a random Llama and a tokenizer of two words."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(tmp_path)
-    words = word_tokenizer(["end", "the"], eos_token="end", unk_token="the", chat_template="{{ messages }}")
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(
+        tmp_path
+    )
+    words = word_tokenizer(
+        ["end", "the"], eos_token="end", unk_token="the", chat_template="{{ messages }}"
+    )
     words.save_pretrained(tmp_path)
     return tmp_path
 

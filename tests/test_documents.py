@@ -11,7 +11,13 @@ from hf_memory.files import documents as module
 from hf_memory.files.documents import documents, read_prompts
 
 ROW = json.dumps({"text": "a row"}) + "\n"
-HIDDEN = (".git/HEAD", ".git/index", ".ipynb_checkpoints/story.txt", ".cache/huggingface/rows.jsonl", "part/.hidden/x")
+HIDDEN = (
+    ".git/HEAD",
+    ".git/index",
+    ".ipynb_checkpoints/story.txt",
+    ".cache/huggingface/rows.jsonl",
+    "part/.hidden/x",
+)
 
 
 def write(folder, files):
@@ -28,12 +34,16 @@ def test_what_is_hidden_in_a_folder_is_not_read(name, tmp_path):
 
 
 def test_text_that_is_hidden_and_read_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "files_of", lambda folder: sorted(x for x in folder.rglob("*") if x.is_file()))
+    monkeypatch.setattr(
+        module, "files_of", lambda folder: sorted(x for x in folder.rglob("*") if x.is_file())
+    )
     with pytest.raises((AssertionError, ValueError)):
         test_what_is_hidden_in_a_folder_is_not_read(HIDDEN[2], tmp_path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".JSONL", ".JsonL", ".ndjson", ".NDJSON", ".jsonlines"])
+@pytest.mark.parametrize(
+    "suffix", [".jsonl", ".JSONL", ".JsonL", ".ndjson", ".NDJSON", ".jsonlines"]
+)
 def test_lines_of_json_are_rows_whatever_the_case_of_their_name(suffix, tmp_path):
     folder = write(tmp_path, {f"rows{suffix}": ROW * 2})
     assert list(documents(folder / f"rows{suffix}")) == ["a row"] * 2
@@ -46,7 +56,9 @@ def test_lines_of_json_are_rows_whatever_the_case_of_their_name(suffix, tmp_path
 def test_other_formats_are_refused_alone_and_beside_text(suffix, tmp_path):
     folder = write(tmp_path, {f"rows{suffix}": "a,b\n", "story.txt": "a story"})
     for source in (folder / f"rows{suffix}", folder):
-        with pytest.raises(ValueError, match=rf"text must be a plain file, .jsonl or .parquet, got .*rows{suffix}"):
+        with pytest.raises(
+            ValueError, match=rf"text must be a plain file, .jsonl or .parquet, got .*rows{suffix}"
+        ):
             list(documents(source))
 
 
@@ -59,7 +71,9 @@ def test_rows_in_a_file_with_another_name_are_no_text(name, tmp_path):
 
 
 def talk(content):
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]}
+    return {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]
+    }
 
 
 @pytest.mark.parametrize(
@@ -68,7 +82,10 @@ def talk(content):
         ("one", "one"),
         (None, None),
         ([{"type": "text", "text": "one"}], "one"),
-        ([{"type": "text", "text": "one "}, {"type": "text", "text": "two", "image": None}], "one two"),
+        (
+            [{"type": "text", "text": "one "}, {"type": "text", "text": "two", "image": None}],
+            "one two",
+        ),
         ([], ""),
     ],
 )
@@ -81,7 +98,10 @@ def test_parts_of_text_are_one_text(content, text, tmp_path):
     ("content", "sentence"),
     [
         ([{"type": "image", "url": "a"}], "or parts of type text, got type image"),
-        ([{"type": "text", "text": "a"}, {"type": "audio"}], "or parts of type text, got type audio"),
+        (
+            [{"type": "text", "text": "a"}, {"type": "audio"}],
+            "or parts of type text, got type audio",
+        ),
         ([{"type": "text"}], "or parts of type text, got type text"),
         ([{"text": "a"}], "or parts of type text, got type None"),
         (["a"], "or parts of type text, got type str"),
@@ -105,7 +125,9 @@ def test_pipes_and_devices_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     os.symlink("/dev/zero", tmp_path / "link")
     for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/zero")):
-        with pytest.raises(ValueError, match=f"text must be a file, .*, got the (pipe|device) {path}"):
+        with pytest.raises(
+            ValueError, match=f"text must be a file, .*, got the (pipe|device) {path}"
+        ):
             documents(path)
         with pytest.raises(ValueError, match="prompts must be a file, not a pipe"):
             read_prompts(path)

@@ -21,7 +21,8 @@ MODELS = {"llama": llama, "gpt2": gpt2} | {
     for name in ("gated-deltanet-sliding", "rwkv7", "titans-mac", "deltaformer-window", "mamba")
 }
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-NEVER, ALWAYS = 2.0, -1.0
+NEVER = 2.0
+ALWAYS = -1.0
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,8 @@ def test_skipped_layers_have_the_past_of_what_left(make):
 
 @every_model
 def test_a_threshold_out_of_reach_changes_nothing(make):
-    model, prompt = make(), random_tokens(2, 5)
+    model = make()
+    prompt = random_tokens(2, 5)
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     plain = model.generate(prompt, **options)
     for states in ("copied", "exact"):
@@ -77,15 +79,21 @@ def confidences(model, hidden, kind):
 
 @pytest.mark.parametrize("kind", ["softmax", "cosine"])
 def test_each_token_leaves_when_its_confidence_reaches_the_threshold(kind):
-    model, tokens = llama().double(), random_tokens(2, 12)
+    model = llama().double()
+    tokens = random_tokens(2, 12)
     outputs = model(tokens, output_hidden_states=True)
     sure = confidences(model, outputs.hidden_states, kind)
-    threshold, decay = float(sure.median()), 0.3
-    early = EarlyExit(model, confidence=kind, threshold=threshold, decay=decay, layers=[1], states="exact")
+    threshold = float(sure.median())
+    decay = 0.3
+    early = EarlyExit(
+        model, confidence=kind, threshold=threshold, decay=decay, layers=[1], states="exact"
+    )
     with early:
         found = model(tokens, use_cache=False).logits
         cache = cache_of(model(tokens[:, :1], use_cache=True))
-        one_by_one = [model(token, **{CACHE: cache}).logits for token in tokens[:, 1:].split(1, dim=1)]
+        one_by_one = [
+            model(token, **{CACHE: cache}).logits for token in tokens[:, 1:].split(1, dim=1)
+        ]
     wanted = (0.9 * threshold + 0.1 * torch.exp(-decay * torch.arange(12))).clamp(max=1)
     leaves = sure >= wanted
     assert 0 < leaves.float().mean() < 1
@@ -99,7 +107,9 @@ def test_a_batch_leaves_when_its_least_sure_row_is_sure():
     model = llama()
     prompt, token = random_tokens(2, 6).split([5, 1], dim=1)
     rows = torch.cat([prompt, token], dim=1)
-    sure = confidences(model, model(rows, output_hidden_states=True).hidden_states, "softmax")[:, -1]
+    sure = confidences(model, model(rows, output_hidden_states=True).hidden_states, "softmax")[
+        :, -1
+    ]
     for threshold, depth in ((float(sure.min()) - 0.01, 1), (float(sure.mean()), 2)):
         with EarlyExit(model, threshold=threshold, layers=[1]) as early:
             model(token, **{CACHE: cache_of(model(prompt))})
@@ -107,7 +117,8 @@ def test_a_batch_leaves_when_its_least_sure_row_is_sure():
 
 
 def test_a_classifier_learns_when_the_whole_model_agrees():
-    model, texts = llama(), random_tokens(8, 32)
+    model = llama()
+    texts = random_tokens(8, 32)
     model.lm_head.weight.data *= (torch.arange(64) < 4)[:, None]  # so that exits agree often enough
     classifier = fit_classifier(model, texts)
     outputs = model(texts, output_hidden_states=True)
@@ -121,17 +132,22 @@ def test_a_classifier_learns_when_the_whole_model_agrees():
 
 
 def test_the_loss_of_exits_is_weighted_by_their_layers():
-    model, tokens = llama().double(), random_tokens(2, 9)
+    model = llama().double()
+    tokens = random_tokens(2, 9)
     outputs = model(tokens, output_hidden_states=True)
     first = model.lm_head(model.model.norm(outputs.hidden_states[1]))
-    losses = [F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) for x in (first, outputs.logits)]
+    losses = [
+        F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        for x in (first, outputs.logits)
+    ]
     expected = (losses[0] + 2 * losses[1]) / 3
     assert_close(exit_loss(model, outputs, tokens), expected, expected.float())
 
 
 def test_a_calibrated_threshold_keeps_its_promise():
     """On 24 texts, a share of tolerance - sqrt(log 20 / 48) of the predictions may differ from the whole model's."""
-    model, texts = llama(), random_tokens(24, 6)
+    model = llama()
+    texts = random_tokens(24, 6)
     outputs = model(texts, output_hidden_states=True)
     first = model.lm_head(model.model.norm(outputs.hidden_states[1]))
     differ = (first.argmax(-1) != outputs.logits.argmax(-1))[:, 3:]
@@ -141,22 +157,40 @@ def test_a_calibrated_threshold_keeps_its_promise():
     assert shares[0] > shares[1] > shares[2] > 0
     room = math.sqrt(math.log(20) / 48)
     tolerance = room + (shares[1] + shares[2]) / 2
-    found = calibrate(model, texts, tolerance=tolerance, thresholds=thresholds, layers=[1], states="exact")
+    found = calibrate(
+        model, texts, tolerance=tolerance, thresholds=thresholds, layers=[1], states="exact"
+    )
     assert found == thresholds[2]
-    with pytest.raises(ValueError, match=r"a share of 0.\d+ differing predictions in 24 texts at 0\.\d+"):
-        calibrate(model, texts, tolerance=room + shares[0] / 2, thresholds=thresholds[:1], layers=[1], states="exact")
+    with pytest.raises(
+        ValueError, match=r"a share of 0.\d+ differing predictions in 24 texts at 0\.\d+"
+    ):
+        calibrate(
+            model,
+            texts,
+            tolerance=room + shares[0] / 2,
+            thresholds=thresholds[:1],
+            layers=[1],
+            states="exact",
+        )
 
 
 def test_what_makes_no_sense_is_refused():
     model = llama()
     for options, words in (
         ({"layers": [2]}, "layers must be from 1 to 1, got \\[2\\]"),
-        ({"confidence": "entropy"}, "confidence must be softmax, cosine or a classifier, got 'entropy'"),
+        (
+            {"confidence": "entropy"},
+            "confidence must be softmax, cosine or a classifier, got 'entropy'",
+        ),
         ({"states": "none"}, "states must be one of copied, exact, got 'none'"),
     ):
         with pytest.raises(ValueError, match=words):
             EarlyExit(model, **options)
-    with pytest.raises(ValueError, match="model must run its layers one after the other, got depth='reversible'"):
+    with pytest.raises(
+        ValueError, match="model must run its layers one after the other, got depth='reversible'"
+    ):
         EarlyExit(make_model(CASE["transformer-reversible"]))
-    with pytest.raises(ValueError, match=r"texts must be at least 150 for tolerance 0.1, error 0.05, got 3"):
+    with pytest.raises(
+        ValueError, match=r"texts must be at least 150 for tolerance 0.1, error 0.05, got 3"
+    ):
         calibrate(model, random_tokens(3, 8))

@@ -21,15 +21,45 @@ from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, ROOM, SINGLE, hide, 
 from hf_memory.evaluation.writing import greedy, words_alike
 from hf_memory.files.folders import claimed
 
-TEXT = ["the", "a", "number", "is", "for", "key", "magic", "pass", "One", "of", "quiet", "river", "golden", ".", ":"]
+TEXT = [
+    "the",
+    "a",
+    "number",
+    "is",
+    "for",
+    "key",
+    "magic",
+    "pass",
+    "One",
+    "of",
+    "quiet",
+    "river",
+    "golden",
+    ".",
+    ":",
+]
 WORDS = ["?", *"0123456789", *TEXT]
 KINDS = {"single": SINGLE, "multikey": MULTIKEY, "passkey": PASSKEY}
-SHORT = ["--lengths", 256, "--samples", 2, "--items", 2, "--max-new-tokens", 3, "--measure-tokens", 2048]
+SHORT = [
+    "--lengths",
+    256,
+    "--samples",
+    2,
+    "--items",
+    2,
+    "--max-new-tokens",
+    3,
+    "--measure-tokens",
+    2048,
+]
 
 
 def make_tokenizer():
-    tokenizer, digits = word_tokenizer(WORDS, unk_token="?"), pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), digits])
+    tokenizer = word_tokenizer(WORDS, unk_token="?")
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), digits]
+    )
     return tokenizer
 
 
@@ -38,7 +68,10 @@ def folder(tmp_path_factory):
     """A Llama and a DeltaNet with a tokenizer, a text and prompts."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    made = {"teacher": LlamaForCausalLM(LlamaConfig(**SIZES)), "student": make_model(CASE["deltanet"])}
+    made = {
+        "teacher": LlamaForCausalLM(LlamaConfig(**SIZES)),
+        "student": make_model(CASE["deltanet"]),
+    }
     for name, model in made.items():
         model.save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
@@ -52,16 +85,35 @@ def folder(tmp_path_factory):
 def evaluate(run, folder, tmp_path, monkeypatch):
     """Types `hf-memory evaluate student --against teacher`; returns its output and the record."""
 
-    monkeypatch.setattr(record, "plot_task", lambda path, models: path.write_text(str(list(models))))
+    monkeypatch.setattr(
+        record, "plot_task", lambda path, models: path.write_text(str(list(models)))
+    )
 
     def type_command(*flags):
-        models = folder / "student", "--against", folder / "teacher", "--prompts", folder / "prompts.txt"
+        models = (
+            folder / "student",
+            "--against",
+            folder / "teacher",
+            "--prompts",
+            folder / "prompts.txt",
+        )
         code, *output = run(
-            "evaluate", *models, "--text", folder / "text.txt", "--output", tmp_path / "out", *SHORT, *flags
+            "evaluate",
+            *models,
+            "--text",
+            folder / "text.txt",
+            "--output",
+            tmp_path / "out",
+            *SHORT,
+            *flags,
         )
         file = tmp_path / "out" / "evaluation.json"
         record = json.loads(file.read_text()) if file.exists() else {"models": {}}
-        return code, *(" ".join(x.split()) for x in output), [row["found"] for row in record["models"].values()]
+        return (
+            code,
+            *(" ".join(x.split()) for x in output),
+            [row["found"] for row in record["models"].values()],
+        )
 
     return type_command
 
@@ -71,14 +123,19 @@ def test_a_student_beside_its_teacher_has_the_figures_of_its_card(evaluate, fold
     code, out, err, (theirs, ours) = evaluate("--tasks", ",".join(chosen))
     assert (code, err) == (0, "")
     assert (list(ours), list(theirs)) == (chosen, [x for x in chosen if x != "agreement"])
-    assert all((tmp_path / "out" / f"{task}.png").read_text() == "['teacher', 'student']" for task in chosen[2:])
+    assert all(
+        (tmp_path / "out" / f"{task}.png").read_text() == "['teacher', 'student']"
+        for task in chosen[2:]
+    )
     assert (tmp_path / "out" / "scores.png").read_bytes()[:4] == b"\x89PNG"
     assert len(ours["instructions"]["copying"]["score"]["samples"]) == 2
     assert "the teacher cannot" in out
     assert len(ours["answers"]["3"]["texts"]["value"]) == 2
     assert "the magic number is" in out
 
-    models = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in ("student", "teacher")}
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(folder / name) for name in ("student", "teacher")
+    }
     tokens = read_tokens([folder / "text.txt"], make_tokenizer())
     subject = Subject(models["student"], tokens, models["teacher"], lengths=(256,), max_tokens=2048)
     card = tasks.evaluate(subject, OF_CARD)
@@ -100,13 +157,17 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
         code, *_, (stopped,) = evaluate(*chosen)
     assert (code, list(stopped)) == (2, ["perplexity", "recall"])
     counted = []
-    monkeypatch.setattr(tasks, "perplexity_by_position", lambda *args, **kwargs: counted.append(1) or {256: 1.0})
+    monkeypatch.setattr(
+        tasks, "perplexity_by_position", lambda *args, **kwargs: counted.append(1) or {256: 1.0}
+    )
     code, *_, (theirs, ours) = evaluate(*chosen)
     assert (code, len(counted)) == (0, 1)  # of the student alone
     assert theirs["perplexity"] == stopped["perplexity"]
     assert set(theirs["speed"]) == set(ours["speed"]) == {"256"}
 
-    code, _, err, _ = evaluate("--seed", 1, "--lengths", "256,512")  # recall divides its passages among lengths
+    code, _, err, _ = evaluate(
+        "--seed", 1, "--lengths", "256,512"
+    )  # recall divides its passages among lengths
     assert code == 2
     assert "with another lengths and seed" in err
 
@@ -115,9 +176,15 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
     ("flags", "sentence"),
     [
         (["--tasks", "perplexity,chess"], "tasks must be from instructions, retrieval,"),
-        (["--lengths", "256,long"], "lengths must be numbers with commas between them, got '256,long'"),
+        (
+            ["--lengths", "256,long"],
+            "lengths must be numbers with commas between them, got '256,long'",
+        ),
         (["--lengths", "256,-5"], "lengths must be at least 2 tokens, got '256,-5'"),
-        (["--prompts", "/dev/null"], "prompts must be a file with a prompt in each line, got /dev/null"),
+        (
+            ["--prompts", "/dev/null"],
+            "prompts must be a file with a prompt in each line, got /dev/null",
+        ),
         (["--lengths", "4096"], "length must be at most the teacher's 2048 positions, got 4096"),
     ],
 )
@@ -128,21 +195,34 @@ def test_what_cannot_be_measured_is_refused(evaluate, flags, sentence):
 
 
 def test_scores_need_no_text(run, folder, tmp_path):
-    model, out = folder / "teacher", tmp_path / "out"
+    model = folder / "teacher"
+    out = tmp_path / "out"
     code, _, err = run("evaluate", model, "--tasks", "turns,recall", "--output", out)
     assert code == 2
     assert "text must be given, except for instructions, retrieval, " in err
     code, shown, err = run(
-        "evaluate", model, "--tasks", "turns", "--items", 2, "--score-lengths", "200,9999", "--output", out
+        "evaluate",
+        model,
+        "--tasks",
+        "turns",
+        "--items",
+        2,
+        "--score-lengths",
+        "200,9999",
+        "--output",
+        out,
     )
     assert (code, err) == (0, "")
     assert "first turn at 200" in " ".join(shown.split())
     assert "9999" not in shown  # more than the model has positions
 
 
-@pytest.mark.parametrize("flags", [["--tasks", "agreement"], ["--tasks", "passkey", "--lengths", 8]])
+@pytest.mark.parametrize(
+    "flags", [["--tasks", "agreement"], ["--tasks", "passkey", "--lengths", 8]]
+)
 def test_a_call_that_measures_nothing_is_refused(run, folder, tmp_path, flags):
-    model, text = folder / "student", folder / "text.txt"
+    model = folder / "student"
+    text = folder / "text.txt"
     code, _, err = run("evaluate", model, "--text", text, "--output", tmp_path / "out", *flags)
     assert code == 2
     assert (
@@ -155,11 +235,15 @@ def test_a_call_that_measures_nothing_is_refused(run, folder, tmp_path, flags):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_needle_is_where_it_should_be(kind, depth):
-    tokenizer, text, kind = make_tokenizer(), torch.full((50,), WORDS.index("river")), KINDS[kind]
+    tokenizer = make_tokenizer()
+    text = torch.full((50,), WORDS.index("river"))
+    kind = KINDS[kind]
     prompt, words = hide(tokenizer, text, kind, 400, depth, random.Random(0))
     assert tokenizer.decode(words.answer) == " ".join(words.number)
     assert len(prompt) + len(words.answer) + ROOM == 400
-    first, opening, question = words.needles[0], len(words.opening), len(words.question)
+    first = words.needles[0]
+    opening = len(words.opening)
+    question = len(words.question)
     hay = prompt[opening : len(prompt) - question]
     start = next(i for i in range(len(hay)) if hay[i : i + len(first)] == first)
     others = sum(map(len, words.needles[1:]))
@@ -177,7 +261,8 @@ class Reader(nn.Module):
 
     def __init__(self, predict, write):
         super().__init__()
-        self.predict, self.write = predict, write
+        self.predict = predict
+        self.write = write
 
     def forward(self, input_ids, use_cache, logits_to_keep):
         return SimpleNamespace(logits=self.predict(input_ids)[:, -logits_to_keep:])
@@ -203,7 +288,8 @@ def the_passkey(prompt):
 
 def test_needles_are_scored_by_what_is_written_and_by_what_is_predicted():
     def found(predict, write):
-        model, text = Reader(predict, write), torch.full((50,), WORDS.index("river"))
+        model = Reader(predict, write)
+        text = torch.full((50,), WORDS.index("river"))
         samples = samples_of(make_tokenizer(), text, PASSKEY, 128, count=3)
         return hunt(model, make_tokenizer(), samples).values()
 
@@ -219,31 +305,58 @@ def test_an_answer_is_greedy_whatever_the_model_would_do():
     expected = prompt
     for _ in range(5):
         expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
-    tokenizer, longer = make_tokenizer(), [7, 3, 8, 9, 3, 4, 5]
+    tokenizer = make_tokenizer()
+    longer = [7, 3, 8, 9, 3, 4, 5]
     alone = greedy(model, tokenizer, [longer], 5)
-    assert greedy(model, tokenizer, [prompt[0].tolist(), longer], 5) == [tokenizer.decode(expected[0, 3:]), *alone]
+    assert greedy(model, tokenizer, [prompt[0].tolist(), longer], 5) == [
+        tokenizer.decode(expected[0, 3:]),
+        *alone,
+    ]
 
 
 def test_words_alike_are_those_before_the_first_that_differs():
-    assert [words_alike("a b c", x) for x in ("", "b", "a b", "a  b\nd", "a b c d")] == [0, 0, 2, 2, 3]
+    assert [words_alike("a b c", x) for x in ("", "b", "a b", "a  b\nd", "a b c d")] == [
+        0,
+        0,
+        2,
+        2,
+        3,
+    ]
 
 
 def test_a_model_is_not_compared_with_itself_under_another_path(evaluate, folder):
-    code, _, err, _ = evaluate("--tasks", "recall", "--against", f"{folder}/../{folder.name}/student")
+    code, _, err, _ = evaluate(
+        "--tasks", "recall", "--against", f"{folder}/../{folder.name}/student"
+    )
     assert code == 2
     assert "student with the same weights" in err
 
 
 def test_the_same_weights_with_another_tokenizer_have_answers_of_their_own(run, folder, tmp_path):
-    other, tokenizer = tmp_path / "other", make_tokenizer()
+    other = tmp_path / "other"
+    tokenizer = make_tokenizer()
     shutil.copytree(folder / "student", other)
     tokenizer.chat_template = "the river is quiet . {{ messages[0].content }}"
     tokenizer.save_pretrained(other)
     for model in (folder / "student", other, folder / "student"):
         texts = "--text", folder / "text.txt", "--prompts", folder / "prompts.txt"
-        assert run("evaluate", model, *texts, "--output", tmp_path / "out", "--tasks", "answers", *SHORT)[0] == 0
+        assert (
+            run(
+                "evaluate",
+                model,
+                *texts,
+                "--output",
+                tmp_path / "out",
+                "--tasks",
+                "answers",
+                *SHORT,
+            )[0]
+            == 0
+        )
     known = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    (plain, _), (told, _) = ([*row["found"]["answers"]["3"]["texts"]["value"]] for row in known["models"].values())
+    (plain, _), (told, _) = (
+        [*row["found"]["answers"]["3"]["texts"]["value"]] for row in known["models"].values()
+    )
     assert plain != told
 
 
@@ -258,15 +371,23 @@ def test_a_folder_that_another_process_writes_to_is_refused(evaluate, tmp_path):
 
 
 def test_results_of_a_model_are_found_again_under_another_path():
-    models = {"a/model": {"weights": "1", "found": {"recall": {}}}, "b/model": {"weights": "2", "found": {}}}
+    models = {
+        "a/model": {"weights": "1", "found": {"recall": {}}},
+        "b/model": {"weights": "2", "found": {}},
+    }
     known = {"settings": {}, "models": models}
     assert record.row_of(known, "./a/model", "1") is models["a/model"]["found"]
     assert record.row_of(known, "c/mod\x1bel", "3") == {}
-    assert record.labels(known) == {"a/model": "a/model", "b/model": "b/model", "c/mod\x1bel": r"mod\x1bel"}
+    assert record.labels(known) == {
+        "a/model": "a/model",
+        "b/model": "b/model",
+        "c/mod\x1bel": r"mod\x1bel",
+    }
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", "{", '{"settings": {}, "models": []}', '{"settings": {}, "models": {"x": 1}}']
+    "text",
+    ["{}", "[]", "{", '{"settings": {}, "models": []}', '{"settings": {}, "models": {"x": 1}}'],
 )
 def test_a_file_that_is_no_record_is_refused(tmp_path, text):
     (tmp_path / "evaluation.json").write_text(text)
@@ -285,8 +406,11 @@ def test_names_cannot_control_the_terminal(capsys, wide_console):
 
 
 def test_short_lengths_are_measured_or_refused():
-    model, tokens = make_model(CASE["deltanet"]), torch.arange(300) % 20
-    found = tasks.evaluate(tasks.Subject(model, tokens, lengths=(2, 40, 64)), ["perplexity", "recall", "speed"])
+    model = make_model(CASE["deltanet"])
+    tokens = torch.arange(300) % 20
+    found = tasks.evaluate(
+        tasks.Subject(model, tokens, lengths=(2, 40, 64)), ["perplexity", "recall", "speed"]
+    )
     assert {task: list(places) for task, places in found.items()} == {
         "perplexity": ["32", "64"],
         "recall": ["64"],

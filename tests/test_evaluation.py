@@ -92,7 +92,9 @@ def small_llama(**options):
 
 
 def test_perplexity_of_a_model_that_knows_the_answer_is_one():
-    assert perplexity(Predictor(lambda x: certain((x + 1) % VOCABULARY)), counting(), length=32) == pytest.approx(1)
+    assert perplexity(
+        Predictor(lambda x: certain((x + 1) % VOCABULARY)), counting(), length=32
+    ) == pytest.approx(1)
 
 
 def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary():
@@ -100,7 +102,8 @@ def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary():
 
 
 def test_perplexity_of_one_window_is_the_exponential_of_the_loss():
-    model, tokens = small_llama(), random_text(48)
+    model = small_llama()
+    tokens = random_text(48)
     loss = model(tokens[None], labels=tokens[None]).loss
     assert perplexity(model, tokens, length=48) == pytest.approx(loss.exp().item(), rel=1e-5)
 
@@ -117,18 +120,27 @@ def test_perplexity_scores_every_token_once():
 
     tokens = torch.arange(1, 97)
     losses = [math.log(1999 + math.exp(-t / 100)) + t / 100 for t in range(2, 97)]
-    assert perplexity(Predictor(score), tokens, length=32) == pytest.approx(math.exp(sum(losses) / len(losses)))
+    assert perplexity(Predictor(score), tokens, length=32) == pytest.approx(
+        math.exp(sum(losses) / len(losses))
+    )
     assert torch.cat(seen).shape == (5, 32)
 
 
 def test_a_model_that_would_return_too_many_logits_reads_again_and_gives_the_same(monkeypatch):
-    student, teacher, tokens = small_llama(), small_llama(), random_text(96)
+    student = small_llama()
+    teacher = small_llama()
+    tokens = random_text(96)
     kept = []
-    student.register_forward_pre_hook(lambda _, args, given: kept.append(given.get("logits_to_keep")), with_kwargs=True)
+    student.register_forward_pre_hook(
+        lambda _, args, given: kept.append(given.get("logits_to_keep")), with_kwargs=True
+    )
     teacher.lm_head.weight.data *= 1.5
 
     def measured():
-        return [perplexity(student, tokens, length=48), *agreement(student, teacher, tokens, length=48)]
+        return [
+            perplexity(student, tokens, length=48),
+            *agreement(student, teacher, tokens, length=48),
+        ]
 
     whole = measured()
     assert kept
@@ -170,8 +182,11 @@ def test_only_a_model_that_recalls_has_a_copy_gain():
 
 
 def test_a_copy_gain_asks_for_no_more_logits_than_it_needs():
-    model, asked = small_llama(), []
-    model.register_forward_pre_hook(lambda _, args, given: asked.append(given["logits_to_keep"]), with_kwargs=True)
+    model = small_llama()
+    asked = []
+    model.register_forward_pre_hook(
+        lambda _, args, given: asked.append(given["logits_to_keep"]), with_kwargs=True
+    )
     copy_gain(model, random_text(300), passage=8, gap=8)
     assert {len(places) for places in asked} == {7}
 
@@ -183,7 +198,8 @@ def test_a_copy_gain_does_not_come_from_knowing_the_text():
 
 def test_a_model_that_gives_up_with_distance_recalls_none_the_less():
     def gives_up(input_ids):
-        logits, far = copy_what_followed(input_ids), torch.arange(input_ids.shape[1]) > 16
+        logits = copy_what_followed(input_ids)
+        far = torch.arange(input_ids.shape[1]) > 16
         return torch.where(far[:, None], logits.clamp(max=1.0), logits)
 
     text = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
@@ -193,7 +209,10 @@ def test_a_model_that_gives_up_with_distance_recalls_none_the_less():
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 20])
 @every_family
 def test_cache_bytes_are_those_of_a_real_cache(case, num_tokens):
-    layers = {"num_hidden_layers": 4, "layer_types": ["memory", "sliding_attention", "full_attention", "memory"]}
+    layers = {
+        "num_hidden_layers": 4,
+        "layer_types": ["memory", "sliding_attention", "full_attention", "memory"],
+    }
     model = make_model(case, **layers, sliding_window=4)
     assert cache_bytes(model.config, num_tokens) == cache_bytes_after(model, num_tokens)
 
@@ -204,12 +223,16 @@ def test_cache_bytes_of_teachers(num_tokens):
     mistral = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).eval()
     assert cache_bytes(llama.config, num_tokens) == cache_bytes_after(llama, num_tokens)
     assert cache_bytes(mistral.config, num_tokens) == cache_bytes(llama.config, 3)
-    for model in (llama, mistral):  # a window of transformers holds all that it has just read, until the next token
+    for model in (
+        llama,
+        mistral,
+    ):  # a window of transformers holds all that it has just read, until the next token
         assert kv_cache_bytes(model.config, num_tokens) == cache_bytes_after(model, num_tokens)
 
 
 def test_a_memory_stays_the_same_size_and_a_cache_grows():
-    memory, attention = make_model(CASE["linear-elu"]), small_llama()
+    memory = make_model(CASE["linear-elu"])
+    attention = small_llama()
     assert cache_bytes_after(memory, 5) == cache_bytes_after(memory, 50)
     assert 10 * cache_bytes_after(attention, 5) == cache_bytes_after(attention, 50)
 
@@ -230,8 +253,13 @@ def test_models_of_transformers_with_states_of_one_size_are_measured_too():
 
 
 def test_costs_are_of_reading_at_once_and_writing_with_a_cache_within_the_positions_of_a_model():
-    model, lengths = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64, n_positions=7)).eval(), []
-    model.register_forward_pre_hook(lambda module, args, kwargs: lengths.append(args[0].shape[1]), with_kwargs=True)
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64, n_positions=7)
+    ).eval()
+    lengths = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(args[0].shape[1]), with_kwargs=True
+    )
     found = cost(model, 7, new_tokens=3)
     assert min(found["tokens/s read"], found["tokens/s written"]) > 0
     assert found["cache bytes"] == cache_bytes_after(model, 7)
@@ -255,7 +283,13 @@ def test_perplexity_by_position_puts_each_token_where_it_stands():
 
 def test_recall_by_distance_sees_how_far_a_memory_reaches():
     def forget_after(x, reach=16):
-        return torch.cat([copy_what_followed(x[:, max(0, t - reach) : t + 1])[:, -1:] for t in range(x.shape[1])], 1)
+        return torch.cat(
+            [
+                copy_what_followed(x[:, max(0, t - reach) : t + 1])[:, -1:]
+                for t in range(x.shape[1])
+            ],
+            1,
+        )
 
     text = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
     found = recall_by_distance(Predictor(forget_after), text, [12, 24], passage=4, trials=4)
@@ -266,15 +300,20 @@ def test_recall_by_distance_sees_how_far_a_memory_reaches():
 MEASURES = {
     "perplexity": lambda model, text, **how: perplexity(model, text, length=16, **how),
     "agreement": lambda model, text, **how: agreement(model, model, text, length=16, **how),
-    "perplexity_by_position": lambda model, text, **how: perplexity_by_position(model, text, length=64, **how),
+    "perplexity_by_position": lambda model, text, **how: perplexity_by_position(
+        model, text, length=64, **how
+    ),
     "copy_gain": lambda model, text, **how: copy_gain(model, text, passage=8, gap=8, **how),
-    "recall_by_distance": lambda model, text, **how: recall_by_distance(model, text, [8, 24], passage=8, **how),
+    "recall_by_distance": lambda model, text, **how: recall_by_distance(
+        model, text, [8, 24], passage=8, **how
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_a_measure_keeps_to_its_budget_and_says_what_it_has_read(name):
-    read, told = [], []
+    read = []
+    told = []
 
     def predict(tokens):
         read.append(tokens.numel())
@@ -318,7 +357,9 @@ class Float32Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("name", MEASURES)
 def test_no_more_than_a_slice_of_the_logits_is_in_float32(name, monkeypatch):
     text = random_text(300)
-    random_logits = torch.randn(400, SIZES["vocab_size"], generator=torch.Generator().manual_seed(0)).bfloat16()
+    random_logits = torch.randn(
+        400, SIZES["vocab_size"], generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
     model = Predictor(lambda x: random_logits[x + torch.arange(x.shape[1])])
     whole = MEASURES[name](model, text)
     monkeypatch.setattr(language, "SLICE", 3 * 8 * SIZES["vocab_size"])
@@ -357,12 +398,18 @@ def drawn(found, monkeypatch):
 def test_a_picture_shows_all_models_also_at_one_length_and_with_equal_figures(monkeypatch):
     one = described(Estimate([19.0, 21.0]))
     names = ["_teacher", "$student$", "new\x1b[31m"]
-    (panel,), legend = drawn({"not measured": {}} | {name: {"256": {"perplexity": one}} for name in names}, monkeypatch)
+    (panel,), legend = drawn(
+        {"not measured": {}} | {name: {"256": {"perplexity": one}} for name in names}, monkeypatch
+    )
     places = [line.get_xdata()[0] for line in panel.lines if line.get_marker() == "o"]
     low, high = panel.get_xlim()
     assert len({round(x, 3) for x in places}) == 3
     assert low < min(places) <= max(places) < high
-    assert [name.lstrip("\u200b") for name in legend] == ["_teacher", r"\$student\$", r"new\x1b[31m"]
+    assert [name.lstrip("\u200b") for name in legend] == [
+        "_teacher",
+        r"\$student\$",
+        r"new\x1b[31m",
+    ]
     assert not any(name.startswith("_") for name in legend)  # matplotlib would hide it
     assert panel.get_xlabel() == "tokens"
     assert [x.get_text() for x in panel.get_xticklabels()] == ["256"]
@@ -376,23 +423,31 @@ def test_an_axis_of_zeros_does_not_show_rounding(monkeypatch):
 
 def test_the_plot_is_a_picture(tmp_path):
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
-    plot_conversion(tmp_path / "plot.png", {"distillation": history}, {"teacher": 3.0, "student": 4.0})
+    plot_conversion(
+        tmp_path / "plot.png", {"distillation": history}, {"teacher": 3.0, "student": 4.0}
+    )
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     one = described(Estimate([0.0, 1.0]))
     plot_task(
-        tmp_path / "task.png", {"teacher": {"256": {RIGHT: one}, "512": {RIGHT: one}}, "student": {"512": {RIGHT: one}}}
+        tmp_path / "task.png",
+        {"teacher": {"256": {RIGHT: one}, "512": {RIGHT: one}}, "student": {"512": {RIGHT: one}}},
     )
     assert (tmp_path / "task.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("name", "alone"), [("gated-sinks", {}), ("attention-kept", {"num_kept_tokens": 0})])
+@pytest.mark.parametrize(
+    ("name", "alone"), [("gated-sinks", {}), ("attention-kept", {"num_kept_tokens": 0})]
+)
 def test_the_share_of_a_memory_is_what_a_model_without_it_lacks(name, alone):
-    model, tokens = make_model(CASE[name]), torch.randint(VOCABULARY, (1, 40))
+    model = make_model(CASE[name])
+    tokens = torch.randint(VOCABULARY, (1, 40))
     twin = make_model(CASE[name], **alone, layer_types=["sliding_heads"] * 2)
     twin.load_state_dict(model.state_dict(), strict=False)
     outputs: list = []
     for x in (model, twin):
-        x.model.layers[0].mixer.register_forward_hook(lambda *given: outputs.append(given[-1][0][:, 20:]))
+        x.model.layers[0].mixer.register_forward_hook(
+            lambda *given: outputs.append(given[-1][0][:, 20:])
+        )
         x(tokens, use_cache=False)
     o, without = outputs
     shares = memory_shares(model, tokens)

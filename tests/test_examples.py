@@ -14,17 +14,27 @@ PRACTICE = EXAMPLES / "practice.py"
 def test_answers_of_the_practice_stand_in_what_was_said_before(tmp_path):
     """Numbers and made words of each last answer were said, and a conversation has whole paragraphs of the text."""
     paragraphs = [f"This is paragraph {i} of a text. It says nothing." for i in range(40)]
-    text, output = tmp_path / "prose.txt", tmp_path / "practice.jsonl"
+    text = tmp_path / "prose.txt"
+    output = tmp_path / "practice.jsonl"
     text.write_text("\n\n".join(paragraphs), encoding="utf-8")
     practice = runpy.run_path(str(PRACTICE))
     practice["main"](text, output)
-    rows = [json.loads(line)["messages"] for line in output.read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)["messages"] for line in output.read_text(encoding="utf-8").splitlines()
+    ]
     assert len(rows) == practice["CONVERSATIONS"]
-    common = set(re.findall(r"\w+", "The price of one is crowns and You need to buy were born in have a friend called"))
+    common = set(
+        re.findall(
+            r"\w+",
+            "The price of one is crowns and You need to buy were born in have a friend called",
+        )
+    )
     for messages in rows:
         assert [x["role"] for x in messages] == ["user", "assistant"] * (len(messages) // 2)
         before = " ".join(x["content"] for x in messages[:-1])
-        assert set(re.findall(r"\w+", messages[-1]["content"])) - common <= set(re.findall(r"\w+", before))
+        assert set(re.findall(r"\w+", messages[-1]["content"])) - common <= set(
+            re.findall(r"\w+", before)
+        )
         assert sum(paragraph in before for paragraph in paragraphs) >= 3
 
 

@@ -20,7 +20,10 @@ def outputs(model, implementation):
     model.zero_grad()
     logits = model(random_tokens(2, 12)).logits
     logits.sin().sum().backward()
-    return [logits.detach(), *(x.grad.clone() for name, x in model.named_parameters() if ".experts." in name)]
+    return [
+        logits.detach(),
+        *(x.grad.clone() for name, x in model.named_parameters() if ".experts." in name),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -30,7 +33,9 @@ def test_every_implementation_computes_the_same(implementation, options, dtype):
     model = make_model(EXPERTS, **options)
     expected = outputs(model.double(), "eager")
     rounded = outputs(make_model(EXPERTS, **options), "eager") if dtype == torch.float32 else None
-    assert_close(outputs(make_model(EXPERTS, **options).to(dtype), implementation), expected, rounded)
+    assert_close(
+        outputs(make_model(EXPERTS, **options).to(dtype), implementation), expected, rounded
+    )
 
 
 def test_an_unknown_implementation_is_refused():
@@ -42,17 +47,23 @@ def test_an_unknown_implementation_is_refused():
 @pytest.mark.parametrize("options", [{}, ODD], ids=["rows of 16 bytes", "odd rows"])
 def test_experts_are_one_graph_unless_told_otherwise(options, dtype):
     torch._dynamo.reset()
-    model, tokens = make_model(EXPERTS, **options).to(dtype), random_tokens(2, 12)
-    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")  # raises at a graph break
+    model = make_model(EXPERTS, **options).to(dtype)
+    tokens = random_tokens(2, 12)
+    compiled = torch.compile(
+        model.forward, fullgraph=True, backend="eager"
+    )  # raises at a graph break
     with torch.no_grad():
         logits = compiled(tokens, use_cache=False).logits
-        assert_close(logits, make_model(EXPERTS, **options).double()(tokens).logits, model(tokens).logits)
+        assert_close(
+            logits, make_model(EXPERTS, **options).double()(tokens).logits, model(tokens).logits
+        )
 
 
 @pytest.mark.parametrize("case", WITH_MLPS, ids=[case.name for case in WITH_MLPS])
 @pytest.mark.parametrize("plan", ["tp_plan", "ep_plan"])
 def test_experts_are_spread_over_processes_as_those_of_qwen3_moe(case, plan):
-    model, theirs = make_model(case, mlp_types=["experts"] * 2), getattr(Qwen3MoeConfig, f"base_model_{plan}")
+    model = make_model(case, mlp_types=["experts"] * 2)
+    theirs = getattr(Qwen3MoeConfig, f"base_model_{plan}")
     names = [name for name, _ in model.named_parameters() if ".experts." in name]
     assert len(names) == 4
     for name in names:

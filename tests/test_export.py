@@ -29,14 +29,34 @@ from hf_memory.export import TARGETS, NotExportable, export_model, exporting, fi
 HYBRID = {"num_hidden_layers": 4, "layer_types": ["memory", "memory", "memory", "full_attention"]}
 ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["full_attention", "memory"] * 2}
 QWEN3 = {**HYBRID, "use_qk_norm": True, "memory_qk_norm": False}
-GDN = {"gate": "scalar", "output_gate": "silu", "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-KDA = {"gate": "vector", "output_gate": "sigmoid", "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-STUDENT = {"gate": "mamba2", "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+GDN = {
+    "gate": "scalar",
+    "output_gate": "silu",
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+KDA = {
+    "gate": "vector",
+    "output_gate": "sigmoid",
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+STUDENT = {
+    "gate": "mamba2",
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 MAMBA = {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-WINDOWS = {"num_hidden_layers": 3, "layer_types": ["sliding_heads", "full_attention", "sliding_heads"]}
+WINDOWS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_heads", "full_attention", "sliding_heads"],
+}
 WINDOWS |= {"sliding_window": 4}
 SINKS = {"attention_sinks": True}
-DELTANET, GATED, TRANSFORMER = "hf_memory_deltanet", "hf_memory_gated", "hf_memory_transformer"
+DELTANET = "hf_memory_deltanet"
+GATED = "hf_memory_gated"
+TRANSFORMER = "hf_memory_transformer"
 
 
 class Line(NamedTuple):
@@ -48,8 +68,18 @@ class Line(NamedTuple):
 
 EXACT = (
     Line("qwen3_5", Case("qwen3", DELTANET, {**GDN, **QWEN3})),
-    Line("qwen3_5", Case("tied", DELTANET, {**GDN, **QWEN3, **ALTERNATING, "tie_word_embeddings": True})),
-    Line("qwen3_5", Case("no-decay-no-conv", DELTANET, {**GDN, **QWEN3, "gate": "none", "linear_conv_kernel_dim": 0})),
+    Line(
+        "qwen3_5",
+        Case("tied", DELTANET, {**GDN, **QWEN3, **ALTERNATING, "tie_word_embeddings": True}),
+    ),
+    Line(
+        "qwen3_5",
+        Case(
+            "no-decay-no-conv",
+            DELTANET,
+            {**GDN, **QWEN3, "gate": "none", "linear_conv_kernel_dim": 0},
+        ),
+    ),
     Line("qwen3_5", Case("pure", DELTANET, {**GDN, "output_gate_low_rank_dim": 3})),
     Line("qwen3_5", Case("llama", DELTANET, {**GDN, **HYBRID})),
     Line(
@@ -61,7 +91,11 @@ EXACT = (
                 **GDN,
                 **HYBRID,
                 "query_pre_attn_scalar": 20,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 100.0,
+                    "partial_rotary_factor": 0.5,
+                },
             },
         ),
     ),
@@ -70,11 +104,23 @@ EXACT = (
         Case(
             "more-and-wider-values",
             DELTANET,
-            {**GDN, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 16},
+            {
+                **GDN,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_value_head_dim": 16,
+            },
         ),
     ),
     Line("granite", Case("llama", GATED, {**STUDENT, **HYBRID})),
-    Line("granite", Case("qwen2", GATED, {**STUDENT, **HYBRID, "attention_bias": True, "embedding_multiplier": 2.0})),
+    Line(
+        "granite",
+        Case(
+            "qwen2",
+            GATED,
+            {**STUDENT, **HYBRID, "attention_bias": True, "embedding_multiplier": 2.0},
+        ),
+    ),
     Line("granite", Case("smollm3", GATED, {**STUDENT, **HYBRID, "no_rope_layers": [1, 1, 1, 0]})),
     Line("granite", Case("new", GATED, MAMBA)),
     Line(
@@ -91,30 +137,81 @@ EXACT = (
     Line("mamba2", Case("new", GATED, {**MAMBA, "intermediate_size": 0})),
     Line("kimi", Case("kda", DELTANET, {**KDA, "output_gate_low_rank_dim": 8})),
     Line("kimi", Case("gdn", DELTANET, {**KDA, "gate": "scalar", "output_gate_low_rank_dim": 4})),
-    Line("kimi", Case("tied", DELTANET, {**KDA, "output_gate_low_rank_dim": 4, "tie_word_embeddings": True})),
-    Line("granite_swa", Case("sinks", TRANSFORMER, {**SINKS, **WINDOWS})),
-    Line("granite_swa", Case("qwen2", TRANSFORMER, {**SINKS, **WINDOWS, "attention_bias": True, "head_dim": 12})),
     Line(
-        "granite_swa",
-        Case("smollm3", TRANSFORMER, {**SINKS, **WINDOWS, "no_rope_layers": [1, 0, 0], "tie_word_embeddings": True}),
+        "kimi",
+        Case("tied", DELTANET, {**KDA, "output_gate_low_rank_dim": 4, "tie_word_embeddings": True}),
     ),
-    Line("granite_swa", Case("windows", TRANSFORMER, {**WINDOWS, "mlp_bias": True, "embedding_multiplier": 2.0})),
+    Line("granite_swa", Case("sinks", TRANSFORMER, {**SINKS, **WINDOWS})),
     Line(
         "granite_swa",
-        Case("none", TRANSFORMER, {**WINDOWS, "full_attention_heads": [[], [], []], "num_kept_tokens": [0, 0, 0]}),
+        Case("qwen2", TRANSFORMER, {**SINKS, **WINDOWS, "attention_bias": True, "head_dim": 12}),
+    ),
+    Line(
+        "granite_swa",
+        Case(
+            "smollm3",
+            TRANSFORMER,
+            {**SINKS, **WINDOWS, "no_rope_layers": [1, 0, 0], "tie_word_embeddings": True},
+        ),
+    ),
+    Line(
+        "granite_swa",
+        Case("windows", TRANSFORMER, {**WINDOWS, "mlp_bias": True, "embedding_multiplier": 2.0}),
+    ),
+    Line(
+        "granite_swa",
+        Case(
+            "none",
+            TRANSFORMER,
+            {**WINDOWS, "full_attention_heads": [[], [], []], "num_kept_tokens": [0, 0, 0]},
+        ),
     ),
 )
-every_line = pytest.mark.parametrize("line", EXACT, ids=[f"{line.target}-{line.case.name}" for line in EXACT])
+every_line = pytest.mark.parametrize(
+    "line", EXACT, ids=[f"{line.target}-{line.case.name}" for line in EXACT]
+)
 PURE = r"layer_types all 'memory' .*got attention in \[3\]"
 REFUSED = (
-    (DELTANET, {**GDN, **HYBRID, "use_qk_norm": True}, "qwen3_5 needs memory_qk_norm=False .*got q/k norm"),
-    (DELTANET, {**GDN, **HYBRID, "output_gate": "sigmoid"}, "qwen3_5 needs output_gate='silu' .*got 'sigmoid'"),
-    (DELTANET, {**GDN, **HYBRID, "memory_rope": True}, "qwen3_5 needs memory_rope=False .*got True"),
-    (DELTANET, {**GDN, **HYBRID, "allow_negative_eigenvalues": True}, "qwen3_5 needs allow_negative_eigenvalues=False"),
-    (DELTANET, {**GDN, **HYBRID, "output_norm_eps": 1e-5}, "qwen3_5 needs output_norm_eps=1e-06, got 1e-05"),
-    (DELTANET, {**GDN, **HYBRID, "attention_bias": True}, "qwen3_5 needs attention_bias=False .*got True"),
-    (DELTANET, {**GDN, **HYBRID, "no_rope_layers": [1, 1, 1, 0]}, "qwen3_5 needs no_rope_layers=1 in all layers"),
-    (DELTANET, {**GDN, **QWEN3, "query_pre_attn_scalar": 20}, "qwen3_5 needs query_pre_attn_scalar=head_dim=8, got 20"),
+    (
+        DELTANET,
+        {**GDN, **HYBRID, "use_qk_norm": True},
+        "qwen3_5 needs memory_qk_norm=False .*got q/k norm",
+    ),
+    (
+        DELTANET,
+        {**GDN, **HYBRID, "output_gate": "sigmoid"},
+        "qwen3_5 needs output_gate='silu' .*got 'sigmoid'",
+    ),
+    (
+        DELTANET,
+        {**GDN, **HYBRID, "memory_rope": True},
+        "qwen3_5 needs memory_rope=False .*got True",
+    ),
+    (
+        DELTANET,
+        {**GDN, **HYBRID, "allow_negative_eigenvalues": True},
+        "qwen3_5 needs allow_negative_eigenvalues=False",
+    ),
+    (
+        DELTANET,
+        {**GDN, **HYBRID, "output_norm_eps": 1e-5},
+        "qwen3_5 needs output_norm_eps=1e-06, got 1e-05",
+    ),
+    (
+        DELTANET,
+        {**GDN, **HYBRID, "attention_bias": True},
+        "qwen3_5 needs attention_bias=False .*got True",
+    ),
+    (
+        DELTANET,
+        {**GDN, **HYBRID, "no_rope_layers": [1, 1, 1, 0]},
+        "qwen3_5 needs no_rope_layers=1 in all layers",
+    ),
+    (
+        DELTANET,
+        {**GDN, **QWEN3, "query_pre_attn_scalar": 20},
+        "qwen3_5 needs query_pre_attn_scalar=head_dim=8, got 20",
+    ),
     (DELTANET, {**GDN, "norm_placement": "post"}, "needs norm_placement='pre' .*got 'post'"),
     (DELTANET, {**GDN, "hidden_act": "gelu"}, "needs hidden_act='silu'"),
     (DELTANET, {**GDN, "mlp_bias": True}, "needs mlp_bias=False"),
@@ -132,24 +229,59 @@ REFUSED = (
         {**KDA, "linear_value_head_dim": 16},
         "kimi needs linear_value_head_dim=linear_key_head_dim=8, got 16",
     ),
-    (GATED, {**STUDENT, **HYBRID, "use_qk_norm": True, "memory_qk_norm": False}, "granite needs use_qk_norm=False"),
+    (
+        GATED,
+        {**STUDENT, **HYBRID, "use_qk_norm": True, "memory_qk_norm": False},
+        "granite needs use_qk_norm=False",
+    ),
     (GATED, {**STUDENT, **HYBRID, "memory_rope": True}, "granite needs memory_rope=False"),
-    (GATED, {**STUDENT, **HYBRID, "linear_conv_kernel_dim": 0}, "granite needs linear_conv_kernel_dim above 0, got 0"),
+    (
+        GATED,
+        {**STUDENT, **HYBRID, "linear_conv_kernel_dim": 0},
+        "granite needs linear_conv_kernel_dim above 0, got 0",
+    ),
     (
         GATED,
         {**STUDENT, **HYBRID, "head_dim": 16},
         "granite needs head_dim=hidden_size / num_attention_heads = 8, got 16",
     ),
-    (GATED, {**STUDENT, **ALTERNATING, "no_rope_layers": [1, 1, 0, 1]}, "granite needs no_rope_layers the same"),
+    (
+        GATED,
+        {**STUDENT, **ALTERNATING, "no_rope_layers": [1, 1, 0, 1]},
+        "granite needs no_rope_layers the same",
+    ),
     (GATED, {**STUDENT, **HYBRID, "intermediate_size": 0}, f"mamba2 needs {PURE}"),
-    (TRANSFORMER, {**WINDOWS, "num_sink_tokens": 2}, "granite_swa needs num_sink_tokens=0 .*may have sinks.*got 2"),
-    (TRANSFORMER, {**WINDOWS, "full_attention_heads": [[0], [], []]}, "needs full_attention_heads=None .*see as far"),
-    (TRANSFORMER, {**WINDOWS, **SINKS, "use_qk_norm": True}, "needs use_qk_norm=False .*no q/k norm there"),
-    (TRANSFORMER, {**WINDOWS, "norm_placement": "post"}, "granite_swa needs norm_placement='pre'"),
-    (TRANSFORMER, {**WINDOWS, "attn_logit_softcapping": 2.0}, "granite_swa needs attn_logit_softcapping=None"),
     (
         TRANSFORMER,
-        {**WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e2, "partial_rotary_factor": 0.5}},
+        {**WINDOWS, "num_sink_tokens": 2},
+        "granite_swa needs num_sink_tokens=0 .*may have sinks.*got 2",
+    ),
+    (
+        TRANSFORMER,
+        {**WINDOWS, "full_attention_heads": [[0], [], []]},
+        "needs full_attention_heads=None .*see as far",
+    ),
+    (
+        TRANSFORMER,
+        {**WINDOWS, **SINKS, "use_qk_norm": True},
+        "needs use_qk_norm=False .*no q/k norm there",
+    ),
+    (TRANSFORMER, {**WINDOWS, "norm_placement": "post"}, "granite_swa needs norm_placement='pre'"),
+    (
+        TRANSFORMER,
+        {**WINDOWS, "attn_logit_softcapping": 2.0},
+        "granite_swa needs attn_logit_softcapping=None",
+    ),
+    (
+        TRANSFORMER,
+        {
+            **WINDOWS,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e2,
+                "partial_rotary_factor": 0.5,
+            },
+        },
         "granite_swa needs rotation of all 8 channels of a head, got 4",
     ),
 )
@@ -202,7 +334,8 @@ def test_what_is_not_exact_is_refused_with_the_field_to_change(model_type, optio
 @pytest.mark.parametrize(("model_type", "options"), UNSERVED)
 def test_memories_that_no_engine_has_are_refused_with_what_runs_them(model_type, options):
     with pytest.raises(
-        NotExportable, match=f"no engine has the memory of {model_type}.*vLLM if hf_memory is installed"
+        NotExportable,
+        match=f"no engine has the memory of {model_type}.*vLLM if hf_memory is installed",
     ):
         find_target(make_config(Case("unserved", model_type, options)))
 
@@ -211,7 +344,11 @@ def test_memories_that_no_engine_has_are_refused_with_what_runs_them(model_type,
     ("target", "case", "message"),
     [
         ("gguf", Case("", DELTANET, GDN), "target must be one of auto, qwen3_5, .*got 'gguf'"),
-        ("granite", Case("", DELTANET, GDN), "granite is for models of type hf_memory_gated, got hf_memory_deltanet"),
+        (
+            "granite",
+            Case("", DELTANET, GDN),
+            "granite is for models of type hf_memory_gated, got hf_memory_deltanet",
+        ),
         (
             "kimi",
             Case("", DELTANET, KDA),
@@ -246,13 +383,16 @@ def test_an_export_that_is_another_function_is_not_written(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("place", ["export", "student.gguf"])
 def test_of_two_exports_to_one_place_one_is_refused(place, tmp_path, monkeypatch):
-    model, refused, compare = make_model(EXACT[0].case), [], exporting.compare
+    model = make_model(EXACT[0].case)
+    refused = []
+    compare = exporting.compare
     names = {"export": ("export", "b.gguf"), "student.gguf": ("other", "student.gguf")}[place]
 
     def meanwhile(*args):
         monkeypatch.setattr(exporting, "compare", compare)
         with pytest.raises(
-            ValueError, match=rf"must not be in use, got .*{place}, to which process \d+ on .* writes"
+            ValueError,
+            match=rf"must not be in use, got .*{place}, to which process \d+ on .* writes",
         ) as error:
             export_model(make_model(EXACT[0].case), tmp_path / names[0], gguf=tmp_path / names[1])
         refused.append(error)
@@ -266,10 +406,14 @@ def test_of_two_exports_to_one_place_one_is_refused(place, tmp_path, monkeypatch
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
     def fail(*args):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     monkeypatch.setattr(exporting, "save", fail)
-    with pytest.raises(OSError, match=r"export could not be written to .*MB free: .*No space left on device"):
+    with pytest.raises(
+        OSError, match=r"export could not be written to .*MB free: .*No space left on device"
+    ):
         export_model(make_model(EXACT[0].case), tmp_path / "export")
     assert not list(tmp_path.iterdir())
 
@@ -277,7 +421,9 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
 def test_an_export_to_mamba2_is_imported_as_it_was(tmp_path):
     model = make_model(next(line.case for line in EXACT if line.target == "mamba2"))
     folder = export_model(model, tmp_path / "export").folder
-    again = import_model(AutoConfig.from_pretrained(folder), load_file(folder / "model.safetensors"))
+    again = import_model(
+        AutoConfig.from_pretrained(folder), load_file(folder / "model.safetensors")
+    )
     for name, x in model.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], x, rtol=0, atol=0)
 
@@ -285,17 +431,27 @@ def test_an_export_to_mamba2_is_imported_as_it_was(tmp_path):
 def test_files_have_what_single_engines_want(tmp_path):
     def written(case, name, target="auto"):
         folder = export_model(make_model(case), tmp_path / name, target).folder
-        return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+        return json.loads((folder / "config.json").read_text()), load_file(
+            folder / "model.safetensors"
+        )
 
     config, weights = written(Case("", DELTANET, {**GDN, **HYBRID}), "qwen3_5")
-    assert {"full_attention_interval": 4, "mamba_ssm_dtype": "float32", "qkv_bias": True}.items() <= config.items()
+    assert {
+        "full_attention_interval": 4,
+        "mamba_ssm_dtype": "float32",
+        "qkv_bias": True,
+    }.items() <= config.items()
     assert not any(name.endswith("o_proj.bias") for name in weights)
     compile((tmp_path / "qwen3_5" / config["model_file"]).read_text(), "model of mlx-lm", "exec")
     config, _ = written(Case("", DELTANET, {**GDN, **QWEN3, **ALTERNATING}), "alternating")
     assert "full_attention_interval" not in config
-    config, weights = written(Case("", DELTANET, {**KDA, "output_gate_low_rank_dim": 8}), "kimi", "kimi")
+    config, weights = written(
+        Case("", DELTANET, {**KDA, "output_gate_low_rank_dim": 8}), "kimi", "kimi"
+    )
     assert config["linear_attn_config"]["full_attn_layers"] == [3]
-    assert {"model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_conv1d.weight"} <= set(weights)
+    assert {"model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_conv1d.weight"} <= set(
+        weights
+    )
     unlimited = [0.0, float("inf")]
     config, _ = written(Case("", GATED, {**MAMBA, "intermediate_size": 0}), "mamba2")
     assert config["time_step_limit"] == unlimited
@@ -306,7 +462,12 @@ def test_files_have_what_single_engines_want(tmp_path):
 
 @pytest.mark.parametrize(
     ("teacher", "to"),
-    [(Qwen3Config, "deltanet"), (LlamaConfig, "deltanet"), (LlamaConfig, "gated"), (LlamaConfig, "attention")],
+    [
+        (Qwen3Config, "deltanet"),
+        (LlamaConfig, "deltanet"),
+        (LlamaConfig, "gated"),
+        (LlamaConfig, "attention"),
+    ],
 )
 def test_servable_students_are_exported(teacher, to, tmp_path):
     config = teacher(**{**SIZES, "num_hidden_layers": 4, "head_dim": 8})
@@ -340,8 +501,12 @@ def test_bad_arguments_are_named(tmp_path):
     for gguf_file in (there, tmp_path, tmp_path / "export", "/nope/x"):
         with pytest.raises(ValueError, match=f"gguf must be (a|a new) file.*got {gguf_file}"):
             export_model(make_model(EXACT[0].case), tmp_path / "export", gguf=gguf_file)
-    other = GPT2LMHeadModel(GPT2Config(vocab_size=SIZES["vocab_size"], n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(ValueError, match="model must be a causal language model of hf_memory, got GPT2LMHeadModel"):
+    other = GPT2LMHeadModel(
+        GPT2Config(vocab_size=SIZES["vocab_size"], n_embd=8, n_layer=1, n_head=1)
+    )
+    with pytest.raises(
+        ValueError, match="model must be a causal language model of hf_memory, got GPT2LMHeadModel"
+    ):
         export_model(other, tmp_path / "export")
     assert hf_memory.export_model is export_model
 
@@ -349,9 +514,13 @@ def test_bad_arguments_are_named(tmp_path):
 def bytes_tokenizer(before):
     """BPE over bytes, cut by these steps before it merges."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words = Tokenizer(models.BPE({x: i for i, x in enumerate(["end", *sorted(alphabet), "ab"])}, [("a", "b")]))
+    words = Tokenizer(
+        models.BPE({x: i for i, x in enumerate(["end", *sorted(alphabet), "ab"])}, [("a", "b")])
+    )
     words.pre_tokenizer = before
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", chat_template="{{ messages }}")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="end", chat_template="{{ messages }}"
+    )
 
 
 def written_gguf(case, tmp_path, before, **options):
@@ -365,29 +534,51 @@ def written_gguf(case, tmp_path, before, **options):
 
 
 def test_a_gguf_file_of_qwen3_5_has_its_value_heads_apart(tmp_path):
-    case = Case("", DELTANET, {**GDN, **QWEN3, "linear_num_key_heads": 2, "linear_num_value_heads": 4})
+    case = Case(
+        "", DELTANET, {**GDN, **QWEN3, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    )
     fields, tensors = written_gguf(case, tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False))
     weights = load_file(tmp_path / "export" / "model.safetensors")
-    layer = {name.removeprefix("model.layers.0."): x for name, x in weights.items() if ".layers.0." in name}
+    layer = {
+        name.removeprefix("model.layers.0."): x
+        for name, x in weights.items()
+        if ".layers.0." in name
+    }
     rate = -layer["linear_attn.A_log"].double().exp()[[0, 2, 1, 3]]
     assert_close(tensors["blk.0.ssm_a"], rate, rate.float())
     order = torch.arange(32).view(2, 2, 8).transpose(0, 1).flatten()
-    assert torch.equal(tensors["blk.0.ssm_out.weight"], layer["linear_attn.out_proj.weight"][:, order])
-    assert torch.equal(tensors["blk.0.attn_qkv.weight"][32:], layer["linear_attn.in_proj_qkv.weight"][32:][order])
+    assert torch.equal(
+        tensors["blk.0.ssm_out.weight"], layer["linear_attn.out_proj.weight"][:, order]
+    )
+    assert torch.equal(
+        tensors["blk.0.attn_qkv.weight"][32:], layer["linear_attn.in_proj_qkv.weight"][32:][order]
+    )
     assert torch.equal(tensors["output_norm.weight"], weights["model.norm.weight"] + 1)
     assert len(tensors) == len(weights)
     assert (fields["general.architecture"], fields["tokenizer.ggml.pre"]) == ("qwen35", "gpt-2")
     assert fields["qwen35.attention.recurrent_layers"] == [True, True, True, False]
     assert fields["tokenizer.ggml.merges"] == ["a b"]
-    assert (fields["tokenizer.ggml.tokens"][0], fields["tokenizer.ggml.tokens"][-1]) == ("end", "[PAD319]")
-    assert fields["tokenizer.ggml.token_type"][::319] == [gguf.TokenType.CONTROL, gguf.TokenType.UNUSED]
+    assert (fields["tokenizer.ggml.tokens"][0], fields["tokenizer.ggml.tokens"][-1]) == (
+        "end",
+        "[PAD319]",
+    )
+    assert fields["tokenizer.ggml.token_type"][::319] == [
+        gguf.TokenType.CONTROL,
+        gguf.TokenType.UNUSED,
+    ]
     assert fields["tokenizer.chat_template"] == "{{ messages }}"
 
 
 def test_a_gguf_file_of_granite_is_padded_and_ropes(tmp_path):
     digits = pre_tokenizers.Digits(individual_digits=True)
     before = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     llama3["original_max_position_embeddings"] = 64
     case = Case("", GATED, {**STUDENT, **HYBRID, "rope_parameters": llama3})
     fields, tensors = written_gguf(case, tmp_path, before)
@@ -396,7 +587,10 @@ def test_a_gguf_file_of_granite_is_padded_and_ropes(tmp_path):
     assert fields["granitehybrid.rope.scaling.finetuned"] is True
     assert fields["granitehybrid.attention.head_count_kv"] == [0, 0, 0, 2]
     assert fields["tokenizer.ggml.pre"] == "smollm"
-    assert tensors["rope_freqs.weight"].tolist()[::3] == [1.0, 8.0]  # the slowest is 8 times as slow
+    assert tensors["rope_freqs.weight"].tolist()[::3] == [
+        1.0,
+        8.0,
+    ]  # the slowest is 8 times as slow
     out = tensors["blk.0.ssm_out.weight"]
     assert torch.equal(out[:, :32], weights["model.layers.0.mamba.out_proj.weight"])
     assert not out[:, 32:].any()
@@ -414,11 +608,17 @@ def test_a_gguf_file_of_granite_swa_has_sinks_and_patterns(tmp_path):
     assert fields["granite_swa.attention.sliding_window"] == 4
     assert fields["granite_swa.attention.sliding_window_pattern"] == [True, False, True]
     assert fields["granite_swa.attention.rope_pattern"] == [True, False, True]
-    assert torch.equal(tensors["blk.0.attn_sinks.weight"], weights["model.layers.0.self_attn.sinks"])
+    assert torch.equal(
+        tensors["blk.0.attn_sinks.weight"], weights["model.layers.0.self_attn.sinks"]
+    )
     assert (tensors["blk.1.attn_sinks.weight"] <= -1e30).all()
-    assert torch.equal(tensors["blk.2.attn_output.bias"], weights["model.layers.2.self_attn.o_proj.bias"])
+    assert torch.equal(
+        tensors["blk.2.attn_output.bias"], weights["model.layers.2.self_attn.o_proj.bias"]
+    )
     k = weights["model.layers.2.self_attn.k_proj.bias"]
-    assert torch.equal(tensors["blk.2.attn_k.bias"][:8], k[[0, 4, 1, 5, 2, 6, 3, 7]])  # halves of a head are neighbours
+    assert torch.equal(
+        tensors["blk.2.attn_k.bias"][:8], k[[0, 4, 1, 5, 2, 6, 3, 7]]
+    )  # halves of a head are neighbours
     assert len(tensors) == len(weights)
 
 
@@ -429,8 +629,14 @@ def test_a_gguf_file_of_granite_swa_has_sinks_and_patterns(tmp_path):
             Case("", DELTANET, {**KDA, "output_gate_low_rank_dim": 8}),
             "hf_memory writes GGUF files of qwen3_5, granite and granite_swa only",
         ),
-        (Case("", DELTANET, {**GDN, "linear_value_head_dim": 16}), "it needs keys and values of the same width"),
-        (Case("", GATED, {**STUDENT, **HYBRID, "attention_bias": True}), "its memory layers have no biases"),
+        (
+            Case("", DELTANET, {**GDN, "linear_value_head_dim": 16}),
+            "it needs keys and values of the same width",
+        ),
+        (
+            Case("", GATED, {**STUDENT, **HYBRID, "attention_bias": True}),
+            "its memory layers have no biases",
+        ),
         (
             Case("", DELTANET, GDN),
             "tokenizer must be a BPE tokenizer that splits text like one of gpt-2, .*got BPE .*Whitesp",

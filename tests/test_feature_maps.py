@@ -30,7 +30,12 @@ def attend(phi, q, k, v, state=None, backend="chunk", cu_seqlens=None, mask=None
     """Linear attention on features; the state is that of the op, and that of the map."""
     state, states = state or (None, {})
     q, k, g, states = phi(q, k, Context(None, mask, cu_seqlens, states))
-    options = {"normalize": normalize, "output_final_state": True, "initial_state": state, "backend": backend}
+    options = {
+        "normalize": normalize,
+        "output_final_state": True,
+        "initial_state": state,
+        "backend": backend,
+    }
     mask = None if mask is None else mask.bool()
     o, state = linear_attention(q, k, v, g, mask=mask, cu_seqlens=cu_seqlens, **options)
     return o, (state, states)
@@ -40,23 +45,31 @@ def attend(phi, q, k, v, state=None, backend="chunk", cu_seqlens=None, mask=None
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
 def test_chunk_equals_reference_on_features(name, normalize, T):
-    phi, results = make_map(name), []
+    phi = make_map(name)
+    results = []
     for backend in ("chunk", "reference"):
         inputs = [random(1, T, 4, 8, seed=i).requires_grad_() for i in range(3)]
-        past = attend(phi, *(random(1, 5, 4, 8, seed=i + 9) for i in range(3)), normalize=normalize)[1]
+        past = attend(
+            phi, *(random(1, 5, 4, 8, seed=i + 9) for i in range(3)), normalize=normalize
+        )[1]
         o, _ = attend(phi, *inputs, past, backend, normalize=normalize)
         results.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
-    for chunk, reference in zip(*results, strict=True):  # where features may be negative, the normaliser may be small
+    for chunk, reference in zip(
+        *results, strict=True
+    ):  # where features may be negative, the normaliser may be small
         assert_close(chunk, reference)
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_packed_and_padded_features_equal_those_alone(name):
-    phi, bounds = make_map(name), [0, 20, 20, 21, 90]
+    phi = make_map(name)
+    bounds = [0, 20, 20, 21, 90]
     q, k, v = (random(1, 90, 4, 8, seed=i) for i in range(3))
     packed, _ = attend(phi, q, k, v, cu_seqlens=torch.tensor(bounds), normalize=False)
     apart = [
-        attend(phi, q[:, a:b], k[:, a:b], v[:, a:b], normalize=False)[0] for a, b in zip(bounds, bounds[1:]) if b > a
+        attend(phi, q[:, a:b], k[:, a:b], v[:, a:b], normalize=False)[0]
+        for a, b in zip(bounds, bounds[1:])
+        if b > a
     ]
     assert_close(packed, torch.cat(apart, 1))
     mask = torch.ones(1, 90, dtype=torch.long)
@@ -71,8 +84,14 @@ def test_packed_and_padded_features_equal_those_alone(name):
 @torch.no_grad()
 def test_a_model_of_every_map_decodes_as_it_reads(name):
     normalize = name not in ("identity", "rfa", "relu")  # whose weights may sum to zero
-    options = {"feature_map": name, "feature_dim": 16, "normalize": normalize, "output_norm": not normalize}
-    model, tokens = make_model(Case("", "hf_memory_linear", options)).double(), random_tokens(2, 7)
+    options = {
+        "feature_map": name,
+        "feature_dim": 16,
+        "normalize": normalize,
+        "output_norm": not normalize,
+    }
+    model = make_model(Case("", "hf_memory_linear", options)).double()
+    tokens = random_tokens(2, 7)
     cache = DynamicCache(config=model.config)
     steps = [model(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(7)]
     full = model(tokens).logits
@@ -102,13 +121,15 @@ def test_dpfp_is_products_of_rolled_halves():
 
 
 def test_taylor_is_the_exponential_to_second_order():
-    q, k = random(7, 6), random(7, 6, seed=1)
+    q = random(7, 6)
+    k = random(7, 6, seed=1)
     s = (q * k).sum(-1) / math.sqrt(6)
     assert_close((feature_maps.taylor(q) * feature_maps.taylor(k)).sum(-1), 1 + s + s**2 / 2)
 
 
 def test_hedgehog_is_a_distribution_over_signed_channels():
-    x, weight = random(1, 3, 2, 4), random(2, 4, 4)
+    x = random(1, 3, 2, 4)
+    weight = random(2, 4, 4)
     y = torch.einsum("bthd,hdf->bthf", x, weight)
     assert_close(feature_maps.hedgehog(x, weight), torch.cat([y, -y], -1).softmax(-1))
 
@@ -141,7 +162,9 @@ def test_favors_running_maximum_changes_nothing_but_the_range():
     weights = torch.einsum("bihf,bjhf->bhij", phi_q, plain).tril()
     expected = torch.einsum("bhij,bjhv->bihv", weights / weights.sum(-1, keepdim=True), v)
     o, _ = linear_attention(phi_q, phi_k, v, g, normalize=True)
-    torch.testing.assert_close(o, expected, rtol=0, atol=1e-3)  # the normaliser's eps is on another scale
+    torch.testing.assert_close(
+        o, expected, rtol=0, atol=1e-3
+    )  # the normaliser's eps is on another scale
     assert (g <= 0).all()
     assert phi_k.max() <= 1
     assert_close(m, plain.log().amax((1, 3)))
@@ -153,7 +176,9 @@ def test_favor_of_large_keys_stays_finite_and_causal():
     features, g, _ = feature_maps.favor_key(k, W)
     assert features.isfinite().all()
     assert g.isfinite().all()
-    for one, other in zip(feature_maps.favor_key(k[:, :20], W)[:2], (features[:, :20], g[:, :20]), strict=True):
+    for one, other in zip(
+        feature_maps.favor_key(k[:, :20], W)[:2], (features[:, :20], g[:, :20]), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

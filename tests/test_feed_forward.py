@@ -30,7 +30,9 @@ def test_product_keys_find_what_a_search_of_all_slots_finds(top_k):
 def test_a_memory_layer_is_its_formula():
     torch.manual_seed(0)
     config = make_config(MEMORY)
-    layer, values, x = ProductKeyMemory(config).double(), MemoryValues(config).double(), torch.randn(2, 7, 32).double()
+    layer = ProductKeyMemory(config).double()
+    values = MemoryValues(config).double()
+    x = torch.randn(2, 7, 32).double()
     layer.init_own_parameters()
     q = layer.q_proj(x).unflatten(-1, (2, 2, -1))
     scores = torch.einsum("bthsk,shnk->bthsn", q, layer.keys)
@@ -45,9 +47,13 @@ def test_a_memory_layer_is_its_formula():
 def test_weights_of_slots_are_computed_in_float32():
     """In bfloat16 they would have 8 bits, and the sums of values would be off by as much."""
     torch.manual_seed(0)
-    layer, seen = ProductKeyMemory(make_config(MEMORY)).bfloat16(), []
+    layer = ProductKeyMemory(make_config(MEMORY)).bfloat16()
+    seen = []
     layer.init_own_parameters()
-    layer(torch.randn(1, 5, 32).bfloat16(), lambda slots, weights: seen.append(weights) or torch.zeros(1, 5, 32))
+    layer(
+        torch.randn(1, 5, 32).bfloat16(),
+        lambda slots, weights: seen.append(weights) or torch.zeros(1, 5, 32),
+    )
     weights = seen[0].unflatten(-1, (2, -1))  # of the slots of each head
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 5, 2), rtol=0, atol=1e-6)
@@ -55,7 +61,8 @@ def test_weights_of_slots_are_computed_in_float32():
 
 def gradients(**options):
     """The gradients of a model with one table for two layers, by name, and the model."""
-    model, tokens = make_model(MEMORY, **options).double(), random_tokens(1, 4)
+    model = make_model(MEMORY, **options).double()
+    tokens = random_tokens(1, 4)
     model(tokens, labels=tokens).loss.backward()
     return {name: x.grad for name, x in model.named_parameters()}, model
 
@@ -66,7 +73,8 @@ def test_sparse_gradients_are_the_same_and_touch_what_was_read_alone():
     for name, x in dense.items():
         assert_close(sparse[name].to_dense(), x)
     values = model.model.memory_values.weight
-    before, read = values.detach().clone(), dense["model.memory_values.weight"].abs().sum(-1) > 0
+    before = values.detach().clone()
+    read = dense["model.memory_values.weight"].abs().sum(-1) > 0
     torch.optim.SparseAdam(parameter_groups(model)[-1:]).step()
     assert torch.equal((values != before).any(-1), read)
     assert 0 < read.sum() < len(read)
@@ -76,7 +84,9 @@ def test_values_have_a_learning_rate_of_their_own(tmp_path):
     model = make_model(MEMORY)
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
     optimizer = torch.optim.AdamW(parameter_groups(model, values_learning_rate=1e-2), lr=0.0)
-    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no"
+    )
     rows = [{"input_ids": row, "labels": row} for row in random_tokens(2, 9)]
     Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None)).train()
     moved = [name for name, x in model.named_parameters() if not torch.equal(x, before[name])]

@@ -46,7 +46,15 @@ def test_fine_tuning_reaches_further_than_the_teacher():
     teacher = make_teacher()
     teacher.config.max_position_embeddings = 16
     schedule = Schedule(steps=20, learning_rate=1e-2, batch_size=4, length=48)
-    made = convert(teacher, tokens(), to="gated", keep=(1,), transfer=FEW, distillation=FEW, fine_tuning=schedule)
+    made = convert(
+        teacher,
+        tokens(),
+        to="gated",
+        keep=(1,),
+        transfer=FEW,
+        distillation=FEW,
+        fine_tuning=schedule,
+    )
     losses = [x["loss"] for x in made.losses["fine-tuning"]]
     assert losses[-1] < losses[0] - 1
     assert made.student.config.max_position_embeddings == 48
@@ -63,11 +71,16 @@ def test_fine_tuning_of_a_conversion_is_that_of_its_student():
 
 def test_lora_learns_updates_that_become_the_weights(tmp_path):
     teacher = make_teacher()
-    before, student = student_of(teacher), student_of(teacher)
+    before = student_of(teacher)
+    student = student_of(teacher)
     fine_tune(student, tokens(), FEW, lora_rank=2, adapter=tmp_path)
-    linear = {f"{name}.weight" for name, x in before.named_modules() if isinstance(x, nn.Linear)} - {"lm_head.weight"}
+    linear = {
+        f"{name}.weight" for name, x in before.named_modules() if isinstance(x, nn.Linear)
+    } - {"lm_head.weight"}
     weights = before.state_dict()
-    assert {name for name, x in student.state_dict().items() if not torch.equal(x, weights[name])} == linear
+    assert {
+        name for name, x in student.state_dict().items() if not torch.equal(x, weights[name])
+    } == linear
     update = student.model.layers[0].mlp.up_proj.weight - before.model.layers[0].mlp.up_proj.weight
     assert torch.linalg.matrix_rank(update, rtol=1e-3) == 2
     assert all(x.requires_grad for x in student.parameters())
@@ -79,8 +92,14 @@ def test_lora_learns_updates_that_become_the_weights(tmp_path):
     [
         ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
         ({"adapter": Path("a")}, "adapter must not be given without lora_rank, got a"),
-        ({"schedule": FEW._replace(length=999)}, "tokens must be at least one window of 999 tokens, got 200"),
-        ({"schedule": FEW._replace(batch_size=0)}, "batch_size of fine-tuning must be at least 1, got 0"),
+        (
+            {"schedule": FEW._replace(length=999)},
+            "tokens must be at least one window of 999 tokens, got 200",
+        ),
+        (
+            {"schedule": FEW._replace(batch_size=0)},
+            "batch_size of fine-tuning must be at least 1, got 0",
+        ),
         ({"schedule": FEW._replace(steps=-1)}, "steps of fine-tuning must be at least 0, got -1"),
     ],
 )
@@ -93,7 +112,10 @@ def test_a_rope_that_is_made_for_its_positions_stays_within_them():
     student = student_of(make_teacher())
     student.config.max_position_embeddings = 16
     student.config.rope_parameters = {"rope_type": "yarn", "factor": 2.0}
-    with pytest.raises(ValueError, match="at most the model's 16 positions, which its RoPE of type yarn is made for"):
+    with pytest.raises(
+        ValueError,
+        match="at most the model's 16 positions, which its RoPE of type yarn is made for",
+    ):
         fine_tune(student, tokens(), FEW._replace(length=17))
 
 
@@ -111,7 +133,8 @@ class Fail(TrainerCallback):
 
 def test_lora_that_fails_leaves_the_student_and_goes_on(tmp_path):
     teacher = make_teacher()
-    student, whole = student_of(teacher), student_of(teacher)
+    student = student_of(teacher)
+    whole = student_of(teacher)
     with pytest.raises(RuntimeError):
         fine_tune(student, tokens(), FEW, lora_rank=2, run=Run(tmp_path, callbacks=(Fail(2),)))
     assert same(student, whole)
@@ -125,8 +148,12 @@ def test_training_attention_leaves_embeddings_and_feed_forward_layers_as_they_ar
     start = convert(make_teacher(), tokens(), **run, distillation=NONE).student.state_dict()
     made = convert(make_teacher(), tokens(), **run, distillation=FEW, train="attention")
     stayed = {name for name, x in made.student.state_dict().items() if torch.equal(x, start[name])}
-    assert stayed == {name for name in start if ".mlp." in name or "embed" in name or "lm_head" in name}
-    assert made.plan.stages[0].learned == sum(x.numel() for name, x in start.items() if name not in stayed)
+    assert stayed == {
+        name for name in start if ".mlp." in name or "embed" in name or "lm_head" in name
+    }
+    assert made.plan.stages[0].learned == sum(
+        x.numel() for name, x in start.items() if name not in stayed
+    )
 
 
 @pytest.mark.parametrize("train", ["new", "lora:2"])
@@ -142,9 +169,15 @@ def test_what_the_teacher_has_stays_or_changes_by_updates_of_low_rank(tmp_path, 
     assert all(x.requires_grad for x in student.parameters())
 
     new = "model.layers.0.mixer."
-    changed = {name for name, x in start.state_dict().items() if not torch.equal(x, whole.state_dict()[name])}
+    changed = {
+        name
+        for name, x in start.state_dict().items()
+        if not torch.equal(x, whole.state_dict()[name])
+    }
     assert changed >= {name for name in whole.state_dict() if name.startswith(new)}
-    linear = {f"{name}.weight" for name, x in whole.named_modules() if isinstance(x, nn.Linear)} - {"lm_head.weight"}
+    linear = {f"{name}.weight" for name, x in whole.named_modules() if isinstance(x, nn.Linear)} - {
+        "lm_head.weight"
+    }
     assert {x for x in changed if not x.startswith(new)} == {
         x for x in linear if train != "new" and not x.startswith(new)
     }
@@ -154,16 +187,30 @@ def test_what_the_teacher_has_stays_or_changes_by_updates_of_low_rank(tmp_path, 
 
 
 def test_a_student_of_a_quantised_teacher_has_the_weights_of_the_whole_one():
-    whole, rounded = make_teacher(), make_teacher()
+    whole = make_teacher()
+    rounded = make_teacher()
     with torch.no_grad():
         for weight in rounded.parameters():
             weight.copy_((weight * 8).round() / 8)
-    made = convert(whole, tokens(), to="gated", keep="auto:1/2", transfer=NONE, distillation=NONE, quantized=rounded)
+    made = convert(
+        whole,
+        tokens(),
+        to="gated",
+        keep="auto:1/2",
+        transfer=NONE,
+        distillation=NONE,
+        quantized=rounded,
+    )
     kinds = enumerate(made.student.config.layer_types)
     fitted = {f"model.layers.{i}.mixer.o_proj.weight" for i, kind in kinds if kind == "memory"}
     for name, names in made.weights.used.items():
-        assert torch.equal(whole.state_dict()[name], made.student.state_dict()[names[0]]) or names[0] in fitted
-    learned = convert(whole, tokens(), to="gated", transfer=FEW, distillation=FEW, quantized=rounded).student
+        assert (
+            torch.equal(whole.state_dict()[name], made.student.state_dict()[names[0]])
+            or names[0] in fitted
+        )
+    learned = convert(
+        whole, tokens(), to="gated", transfer=FEW, distillation=FEW, quantized=rounded
+    ).student
     student = make_student(whole, "gated")
     start_near(student, whole, tokens(), 16, observed=rounded)
     attention_transfer(student, rounded, tokens(), FEW)
@@ -172,7 +219,8 @@ def test_a_student_of_a_quantised_teacher_has_the_weights_of_the_whole_one():
 
 
 def test_another_model_can_score(tmp_path):
-    teacher, scorer = make_teacher(), make_teacher("qwen3")
+    teacher = make_teacher()
+    scorer = make_teacher("qwen3")
     student = convert(teacher, tokens(), to="gated", transfer=FEW, distillation=NONE).student
     distill(student, scorer, tokens(), FEW, seed=1)
     made = convert(teacher, tokens(), to="gated", transfer=FEW, distillation=FEW, scorer=scorer)
@@ -184,7 +232,10 @@ def test_another_model_can_score(tmp_path):
         conversion.convert(teacher, tokens(), made.plan)
     for change, message in (
         ({"vocab_size": 65}, "scorer must have the teacher's vocabulary of 64 tokens, got 65"),
-        ({"vocab_size": 64, "max_position_embeddings": 8}, "length must be at most the teacher's 8 positions"),
+        (
+            {"vocab_size": 64, "max_position_embeddings": 8},
+            "length must be at most the teacher's 8 positions",
+        ),
     ):
         scorer.config.update(change)
         with pytest.raises(ValueError, match=message):
@@ -192,13 +243,16 @@ def test_another_model_can_score(tmp_path):
 
 
 def test_a_scorer_may_have_a_padded_vocabulary_and_no_other(run, teacher, text, tmp_path):
-    tokenizer, config = AutoTokenizer.from_pretrained(teacher), AutoConfig.from_pretrained(teacher)
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    config = AutoConfig.from_pretrained(teacher)
     config.update({"vocab_size": 20, "num_hidden_layers": 3})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "larger")
     tokenizer.save_pretrained(tmp_path / "larger")
     command = ["convert", teacher, "--text", text, *FAST, "--scored-by", tmp_path / "larger"]
     assert run(*command, "--output", tmp_path / "student")[0] == 0
-    assert yaml.safe_load((tmp_path / "student" / "run.yaml").read_text())["scored-by"] == str(tmp_path / "larger")
+    assert yaml.safe_load((tmp_path / "student" / "run.yaml").read_text())["scored-by"] == str(
+        tmp_path / "larger"
+    )
     assert tokenizer.add_tokens("unheard-of")
     tokenizer.save_pretrained(tmp_path / "larger")
     code, _, err = run(*command, "--output", tmp_path / "other")
@@ -210,7 +264,9 @@ def test_bits_that_cannot_be_had_are_explained(monkeypatch):
     with pytest.raises(ValueError, match="teacher_bits must be 8 or 4, got 3"):
         conversion.load_quantized("teacher", 3, "cpu")
     monkeypatch.setattr(of_few_bits, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(ValueError, match="a teacher in 4 bits needs bitsandbytes: pip install bitsandbytes"):
+    with pytest.raises(
+        ValueError, match="a teacher in 4 bits needs bitsandbytes: pip install bitsandbytes"
+    ):
         conversion.load_quantized("teacher", 4, "cpu")
 
 
@@ -228,7 +284,8 @@ def test_checkpoints_of_a_stage_are_its_own(tmp_path, stage, change):
     run = {"tokens": tokens(), "schedule": FEW, "seed": 0, "run": Run(tmp_path)}
     first = stage(make_teacher(), **run)
     assert stage(make_teacher(), **run) == first
-    teacher, others = make_teacher(), {"tokens": tokens().flip(0), "schedule": SCHEDULE, "seed": 1}
+    teacher = make_teacher()
+    others = {"tokens": tokens().flip(0), "schedule": SCHEDULE, "seed": 1}
     teacher.model.norm.weight.data[3] += float(change == "student")
     with pytest.raises(ValueError, match=f"must be of the same run, got .* with another {change}"):
         stage(teacher, **run | {change: others[change]} if change in others else run)
@@ -254,12 +311,15 @@ class FillDisk(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         """After the second checkpoint."""
         if state.global_step == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+            )
 
 
 @pytest.mark.parametrize("part", [0.5, 1.5], ids=["weights", "moments"])
 def test_a_full_disk_costs_no_more_than_one_checkpoint(tmp_path, part):
-    student, whole = student_of(make_teacher()), student_of(make_teacher())
+    student = student_of(make_teacher())
+    whole = student_of(make_teacher())
     size = int(part * 4 * student.num_parameters())
     full = r"checkpoint-3 of fine-tuning could not be written to .*, with [\d,.]+ MB free: .*; the checkpoint before it"
     with room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=full):
@@ -287,7 +347,9 @@ def test_a_full_disk_leaves_the_result_that_was_there(run, teacher, text, tmp_pa
 
 def test_a_room_that_is_too_small_is_known_before(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    plan = resolve(Recipe(keep="none", transfer=FEW, distillation=FEW), make_teacher().config, tokens())
+    plan = resolve(
+        Recipe(keep="none", transfer=FEW, distillation=FEW), make_teacher().config, tokens()
+    )
     with pytest.raises(OSError, match=r"must have 0.1 MB free for student, got 0.0 MB"):
         check_space(plan, Run(), output=tmp_path / "no" / "student")
     with pytest.raises(OSError, match=r"must have \d.\d MB free for student and work, got 0.0 MB"):
@@ -298,29 +360,47 @@ def test_fine_tune_goes_on_from_a_student(run, teacher, text, tmp_path):
     student, first, second = (tmp_path / name for name in ("student", "first", "second"))
     assert run("convert", teacher, "--text", text, "--output", student, *FAST)[0] == 0
     flags = ["--steps", 3, "--batch-size", 2, "--length", 64, "--lora-rank", 2]
-    command = ["fine-tune", student, "--text", text, "--output", first, "--checkpoints", tmp_path / "run", *flags]
+    command = [
+        "fine-tune",
+        student,
+        "--text",
+        text,
+        "--output",
+        first,
+        "--checkpoints",
+        tmp_path / "run",
+        *flags,
+    ]
     code, out, err = run(*command, "--dry-run")
     assert (code, err) == (0, "")
-    assert "3 steps of 2 windows of 64 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2" in out
+    assert (
+        "3 steps of 2 windows of 64 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2"
+        in out
+    )
     assert not first.exists()
     code, out, err = run(*command)
     assert (code, err) == (0, "")
     assert " before " in out
     assert " after " in out
     merged = AutoModelForCausalLM.from_pretrained(first)
-    base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(student), first / "adapter")
+    base = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(student), first / "adapter"
+    )
     assert same(base.merge_and_unload(), merged)
     assert f"fine-tuned from {student}" in (first / "README.md").read_text()
     assert run("generate", first, "--prompt", "the snake", "--max-new-tokens", 2)[0] == 0
     assert run("fine-tune", "--config", first / "run.yaml", "--output", second)[0] == 0
     assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
-    code, _, err = run("fine-tune", "--config", first / "run.yaml", "--output", tmp_path / "third", "--seed", 1)
+    code, _, err = run(
+        "fine-tune", "--config", first / "run.yaml", "--output", tmp_path / "third", "--seed", 1
+    )
     assert code == 2
     assert "with another seed" in err
 
 
 def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tmp_path):
-    file, output = tmp_path / "my.yaml", tmp_path / "student"
+    file = tmp_path / "my.yaml"
+    output = tmp_path / "student"
     blocks = {
         "transfer": {"steps": 1, "learning_rate": "1e-4", "batch_size": 2, "length": 32},
         "distillation": {"steps": 2, "batch_size": 1, "length": 16},
@@ -332,18 +412,42 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
     assert (code, err) == (0, "")
     assert "fine-tuning" in (output / "README.md").read_text()
     described = yaml.safe_load((output / "run.yaml").read_text())
-    schedules = [Schedule(**described[name]) for name in ("transfer", "distillation", "fine-tuning")]
+    schedules = [
+        Schedule(**described[name]) for name in ("transfer", "distillation", "fine-tuning")
+    ]
     transfer = Recipe().transfer._replace(steps=1, learning_rate=1e-4, batch_size=2, length=32)
-    distillation = Recipe().distillation._replace(steps=3, learning_rate=1e-5, batch_size=1, length=16)
+    distillation = Recipe().distillation._replace(
+        steps=3, learning_rate=1e-5, batch_size=1, length=16
+    )
     assert schedules == [transfer, distillation, Schedule(2, 1e-4, 1, 128)]
-    code, out, _ = run("convert", "--config", output / "run.yaml", "--output", tmp_path / "b", "--dry-run", *typed[:2])
+    code, out, _ = run(
+        "convert",
+        "--config",
+        output / "run.yaml",
+        "--output",
+        tmp_path / "b",
+        "--dry-run",
+        *typed[:2],
+    )
     assert code == 0
-    assert "2 steps of 1 window of 128 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2" in out
+    assert (
+        "2 steps of 1 window of 128 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2"
+        in out
+    )
 
 
 def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_path, monkeypatch):
     monkeypatch.setattr(of_few_bits, "is_bitsandbytes_available", lambda: True)
-    command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST, "--dry-run"]
+    command = [
+        "convert",
+        teacher,
+        "--text",
+        text,
+        "--output",
+        tmp_path / "student",
+        *FAST,
+        "--dry-run",
+    ]
     code, out, _ = run(*command, "--teacher-bits", 8)
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -354,7 +458,10 @@ def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_pat
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        ("steps", "transfer must have name=value with names from steps, .*, repeats, .*got 'steps'"),
+        (
+            "steps",
+            "transfer must have name=value with names from steps, .*, repeats, .*got 'steps'",
+        ),
         ("lr=1", "with names from steps, .*, repeats, .*got 'lr=1'"),
         ("steps=many", "steps of transfer must be a number, got 'many'"),
         ("steps=1e999", "steps of transfer must be a number, got '1e999'"),

@@ -25,7 +25,11 @@ def old_folder(folder):
 
 
 def replace(path):
-    with claimed(path), written("result", path, "what was there is unchanged"), new_folder(path, overwrite=True) as new:
+    with (
+        claimed(path),
+        written("result", path, "what was there is unchanged"),
+        new_folder(path, overwrite=True) as new,
+    ):
         (new / RESULTS).write_text("new")
 
 
@@ -72,7 +76,8 @@ def way(request, monkeypatch):
 
 
 def test_a_step_that_fails_leaves_the_old_or_the_new_folder(way, tmp_path, monkeypatch):
-    ended, number = [], 0
+    ended = []
+    number = 0
     while len(ended) == number:  # until no step fails any more
         number += 1
         path = old_folder(tmp_path / str(number))
@@ -94,28 +99,40 @@ def test_a_step_that_fails_leaves_the_old_or_the_new_folder(way, tmp_path, monke
 
 
 @pytest.mark.filterwarnings("ignore:a run was killed")
-def test_a_kill_leaves_the_old_or_the_new_folder_or_the_next_run_puts_it_back(way, tmp_path, monkeypatch):
-    killed, number, lost = True, 0, 0
+def test_a_kill_leaves_the_old_or_the_new_folder_or_the_next_run_puts_it_back(
+    way, tmp_path, monkeypatch
+):
+    killed = True
+    number = 0
+    lost = 0
     while killed:
         number += 1
         path = old_folder(tmp_path / str(number))
         child = os.fork()
         if not child:
-            with steps(monkeypatch, lambda step, last=number: step == last and os.kill(os.getpid(), signal.SIGKILL)):
+            with steps(
+                monkeypatch,
+                lambda step, last=number: step == last and os.kill(os.getpid(), signal.SIGKILL),
+            ):
                 replace(path)
             os._exit(0)
         killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
         is_lost = not path.exists()
         lost += is_lost
         with claimed(path):
-            assert content(path) in (("old",) if is_lost else ("old", "new") if killed else ("new",)), number
+            assert content(path) in (
+                ("old",) if is_lost else ("old", "new") if killed else ("new",)
+            ), number
         assert [x.name for x in path.parent.iterdir()] == ["student"], number
     assert number > 3
     assert lost == (way == "two renames")
 
 
 def test_what_is_put_back_is_said(tmp_path):
-    for name in (".student.77-old", ".student.77-78-old"):  # as an earlier version named it, and as this one does
+    for name in (
+        ".student.77-old",
+        ".student.77-78-old",
+    ):  # as an earlier version named it, and as this one does
         shutil.move(old_folder(tmp_path), tmp_path / name)
         (tmp_path / ".student.77").mkdir()
         sentence = "killed while it replaced .*/student: what was there before is put back"
@@ -126,7 +143,8 @@ def test_what_is_put_back_is_said(tmp_path):
 
 
 def test_a_folder_that_cannot_be_put_back_is_named(tmp_path, monkeypatch):
-    path, rename = old_folder(tmp_path), Path.rename
+    path = old_folder(tmp_path)
+    rename = Path.rename
     monkeypatch.setattr(folders, "_exchange", lambda path, other: False)
 
     def once(self, target):
@@ -136,7 +154,8 @@ def test_a_folder_that_cannot_be_put_back_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", once)
     with pytest.raises(
-        OSError, match=r"student could not be replaced .*; what was there is now .*student\.\d+-\d+-old$"
+        OSError,
+        match=r"student could not be replaced .*; what was there is now .*student\.\d+-\d+-old$",
     ):
         replace(path)
     monkeypatch.undo()
@@ -148,7 +167,11 @@ def test_a_file_system_that_cannot_exchange_is_one_with_two_renames(tmp_path, mo
     for code in (errno.ENOSYS, errno.EINVAL):
         path = old_folder(tmp_path / str(code))
         with monkeypatch.context() as patch:
-            patch.setattr(folders.ctypes, "CDLL", lambda *args, **how: type("", (), {"renameat2": lambda *args: -1}))
+            patch.setattr(
+                folders.ctypes,
+                "CDLL",
+                lambda *args, **how: type("", (), {"renameat2": lambda *args: -1}),
+            )
             patch.setattr(folders.ctypes, "get_errno", lambda code=code: code)
             replace(path)
         assert content(path) == "new"
@@ -156,7 +179,9 @@ def test_a_file_system_that_cannot_exchange_is_one_with_two_renames(tmp_path, mo
 
 
 def test_threads_that_replace_one_file_do_not_disturb_each_other(tmp_path):
-    file, errors, barrier = tmp_path / "memory", [], threading.Barrier(4)
+    file = tmp_path / "memory"
+    errors = []
+    barrier = threading.Barrier(4)
 
     def save(letter):
         try:
@@ -180,7 +205,9 @@ def test_threads_that_replace_one_file_do_not_disturb_each_other(tmp_path):
 
 
 def test_threads_with_one_temporary_name_are_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "_beside", lambda path, end="": path.with_name(f".{path.name}.{os.getpid()}{end}"))
+    monkeypatch.setattr(
+        folders, "_beside", lambda path, end="": path.with_name(f".{path.name}.{os.getpid()}{end}")
+    )
     with pytest.raises((AssertionError, FileNotFoundError)):
         test_threads_that_replace_one_file_do_not_disturb_each_other(tmp_path)
 
@@ -201,4 +228,6 @@ def test_one_thread_at_a_time_claims_a_path(tmp_path):
         thread.join()
     claim()
     assert len(refused) == 1
-    assert refused[0].startswith(f"gguf must not be in use, got {tmp_path / 'x'}, to which process {os.getpid()} on ")
+    assert refused[0].startswith(
+        f"gguf must not be in use, got {tmp_path / 'x'}, to which process {os.getpid()} on "
+    )

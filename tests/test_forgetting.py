@@ -12,8 +12,18 @@ from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.mixers.transformer import PASTS, PATTERNS
 from hf_memory.ops.gate_channels import UNIT
 
-T, LAST, STEPS = 2000, 60, 20
-SHARED = {**SIZES, **PATTERN, **PAST, "num_hidden_layers": 1, "max_span": 20, "span_ramp": 4, "position": "forget"}
+T = 2000
+LAST = 60
+STEPS = 20
+SHARED = {
+    **SIZES,
+    **PATTERN,
+    **PAST,
+    "num_hidden_layers": 1,
+    "max_span": 20,
+    "span_ramp": 4,
+    "position": "forget",
+}
 HEADS = {**SHARED, "layer_types": ["sliding_heads"], "sliding_window": 16}
 NAMED = {
     "heads": HEADS,
@@ -21,7 +31,12 @@ NAMED = {
     "heads and full ones": {**HEADS, "full_attention_heads": [[1]]},
     "heads and wide ones": {**HEADS, "full_attention_heads": [[0]], "full_attention_window": 40},
     "kept tokens": {**HEADS, "num_kept_tokens": 8, "kept_block_size": 8},
-    "kept tokens and full heads": {**HEADS, "num_kept_tokens": 8, "kept_block_size": 8, "full_attention_heads": [[1]]},
+    "kept tokens and full heads": {
+        **HEADS,
+        "num_kept_tokens": 8,
+        "kept_block_size": 8,
+        "full_attention_heads": [[1]],
+    },
     **{name: {**SHARED, "pattern": name} for name in PATTERNS},
     **{name: {**SHARED, "past": name} for name in PASTS},
 }
@@ -36,7 +51,12 @@ def is_allowed(options):
 
 
 FORMS = {name: options for name, options in NAMED.items() if is_allowed(options)}
-FUSED = ("full", "cache", "heads and full ones", "kept tokens and full heads")  # whole texts, in float32 of kernels
+FUSED = (
+    "full",
+    "cache",
+    "heads and full ones",
+    "kept tokens and full heads",
+)  # whole texts, in float32 of kernels
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
@@ -63,11 +83,13 @@ def read(mixer, x, pieces):
 def error(form, dtype, pieces, **options):
     """The relative error of the last tokens in few bits."""
     mixer, exact, x = mixers(form, dtype, **options)
-    found, expected = read(mixer, x, pieces)[0], read(exact, x.double(), [T])[0]
+    found = read(mixer, x, pieces)[0]
+    expected = read(exact, x.double(), [T])[0]
     return (found - expected).norm() / expected.norm()
 
 
-WHOLE, DECODED = [T], [T - LAST, LAST - STEPS, *[1] * STEPS]
+WHOLE = [T]
+DECODED = [T - LAST, LAST - STEPS, *[1] * STEPS]
 
 
 @every_form
@@ -95,12 +117,16 @@ def test_gates_of_large_sums_are_as_exact_in_float32(form):
 @every_form
 def test_pieces_keep_the_sums_of_the_whole(form):
     mixer, _, x = mixers(form, torch.float64)
-    (whole, states), (found, again) = (read(mixer, x, pieces) for pieces in ([T], [700, T - 730, 1, 29]))
+    (whole, states), (found, again) = (
+        read(mixer, x, pieces) for pieces in ([T], [700, T - 730, 1, 29])
+    )
     assert (found - whole).abs().max() < 1e-10
     assert (states["forgotten"] - again["forgotten"]).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("form", ["heads", "kept tokens", "infinite", "xl", "block_local", "heads and wide ones"])
+@pytest.mark.parametrize(
+    "form", ["heads", "kept tokens", "infinite", "xl", "block_local", "heads and wide ones"]
+)
 def test_kept_sums_do_not_grow_with_the_text(form):
     mixer, _, x = mixers(form, torch.float32)
     states = read(mixer, x, [T])[1]

@@ -38,13 +38,17 @@ def waiting(tmp_path):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         environment = {name: x for name, x in os.environ.items() if name != "OMP_WAIT_POLICY"}
         environment |= {"PYTHONPATH": path, **variables}
-        done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, capture_output=True, text=True
+        )
         return done.stdout.split()
 
     return start
 
 
-COMMAND = "import sys, hf_memory_cli; sys.argv = ['hf-memory', 'info', 'nowhere']; hf_memory_cli.app()"
+COMMAND = (
+    "import sys, hf_memory_cli; sys.argv = ['hf-memory', 'info', 'nowhere']; hf_memory_cli.app()"
+)
 
 
 def test_threads_of_a_command_sleep_while_they_wait(waiting):
@@ -63,17 +67,24 @@ def test_the_package_as_a_module_is_the_command(waiting):
 def test_importing_the_library_changes_no_environment(tmp_path):
     code = "import os; before = dict(os.environ); import hf_memory; print([x for x in os.environ if x not in before])"
     environment = {name: x for name, x in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"
 
 
 def test_the_version_is_that_of_the_package():
-    done = subprocess.run([sys.executable, "-m", "hf_memory_cli", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_memory_cli", "--version"], capture_output=True, text=True
+    )
     assert done.stdout.strip() == hf_memory.__version__
 
 
 def test_the_citation_has_the_version():
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == hf_memory.__version__
+    assert (
+        yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"]
+        == hf_memory.__version__
+    )
 
 
 def test_the_address_stands_in_one_place():

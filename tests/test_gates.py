@@ -11,7 +11,13 @@ from hf_memory.mixers.delta_net import DeltaNetMixer
 from hf_memory.modeling import register_gate
 from hf_memory.modeling.gates import TABLES
 
-SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 class HalvingMixer(DeltaNetMixer):
@@ -33,7 +39,9 @@ def registered(monkeypatch):
 
 
 def test_a_registered_gate_is_saved_and_loaded(registered, tmp_path):
-    model = AutoModelForCausalLM.from_config(hf_memory.DeltaNetConfig(**SIZES, gate="halving")).eval()
+    model = AutoModelForCausalLM.from_config(
+        hf_memory.DeltaNetConfig(**SIZES, gate="halving")
+    ).eval()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded.model.layers[0].mixer) is HalvingMixer
@@ -42,10 +50,13 @@ def test_a_registered_gate_is_saved_and_loaded(registered, tmp_path):
 
 
 def test_loading_names_what_is_missing_where_a_gate_is_not_registered(registered, tmp_path):
-    AutoModelForCausalLM.from_config(hf_memory.DeltaNetConfig(**SIZES, gate="halving")).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        hf_memory.DeltaNetConfig(**SIZES, gate="halving")
+    ).save_pretrained(tmp_path)
     del registered["halving"]
     with pytest.raises(
-        (ValueError, StrictDataclassClassValidationError), match=r"gate must be .*register_gate, got 'halving'"
+        (ValueError, StrictDataclassClassValidationError),
+        match=r"gate must be .*register_gate, got 'halving'",
     ):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     registered["halving"] = HalvingMixer
@@ -55,8 +66,18 @@ def test_loading_names_what_is_missing_where_a_gate_is_not_registered(registered
     ("config", "name", "mixer", "message"),
     [
         (hf_memory.TitansConfig, "mine", HalvingMixer, r"config must be .* or DeltaNetConfig, got"),
-        (hf_memory.DeltaNetConfig, "vector", HalvingMixer, "name must be one that no gate of this family has"),
-        (hf_memory.DeltaNetConfig, "mine", torch.nn.Linear, "mixer must be a subclass of MemoryMixer"),
+        (
+            hf_memory.DeltaNetConfig,
+            "vector",
+            HalvingMixer,
+            "name must be one that no gate of this family has",
+        ),
+        (
+            hf_memory.DeltaNetConfig,
+            "mine",
+            torch.nn.Linear,
+            "mixer must be a subclass of MemoryMixer",
+        ),
     ],
 )
 def test_a_gate_that_cannot_be_registered_is_refused(config, name, mixer, message):

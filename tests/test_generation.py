@@ -4,7 +4,16 @@ import pytest
 import torch
 from transformers import DynamicCache, pipeline
 
-from cases import CASES, NEW, every_case, every_family, generate, make_model, random_tokens, word_tokenizer
+from cases import (
+    CASES,
+    NEW,
+    every_case,
+    every_family,
+    generate,
+    make_model,
+    random_tokens,
+    word_tokenizer,
+)
 
 WAYS = {
     "greedy": {},
@@ -16,7 +25,8 @@ WAYS = {
 @every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_cache_changes_no_token(case, way):
-    model, tokens = make_model(case).double(), random_tokens(2, 5)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 5)
     with_cache = generate(model, tokens, **WAYS[way])
     without = generate(model, tokens, use_cache=False, **WAYS[way])
     assert with_cache.shape[1] == 5 + NEW
@@ -31,7 +41,8 @@ def test_left_padded_batch_generates_what_its_rows_do(case, beams):
     tokens = torch.full((2, 7), 9)
     mask = torch.zeros(2, 7, dtype=torch.long)
     for i, row in enumerate(rows):
-        tokens[i, -row.shape[1] :], mask[i, -row.shape[1] :] = row[0], 1
+        tokens[i, -row.shape[1] :] = row[0]
+        mask[i, -row.shape[1] :] = 1
     together = generate(model, tokens, attention_mask=mask, num_beams=beams)[:, 7:]
     alone = [generate(model, row, num_beams=beams)[:, row.shape[1] :] for row in rows]
     assert torch.equal(together, torch.cat(alone))
@@ -39,31 +50,39 @@ def test_left_padded_batch_generates_what_its_rows_do(case, beams):
 
 @every_case
 def test_chunked_prefill_changes_no_token(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 9)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 9)
     tokens[1, :5] = 0
     mask = (tokens != 0).long()
     expected = generate(model, tokens, attention_mask=mask)
     for size in (1, 4):
-        assert torch.equal(generate(model, tokens, attention_mask=mask, prefill_chunk_size=size), expected)
+        assert torch.equal(
+            generate(model, tokens, attention_mask=mask, prefill_chunk_size=size), expected
+        )
 
 
 @every_case
 def test_embeddings_as_input_change_no_token(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 5)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 5)
     from_embeddings = generate(model, inputs_embeds=model.get_input_embeddings()(tokens))
     assert torch.equal(from_embeddings, generate(model, tokens)[:, 5:])
 
 
 @every_case
 def test_a_static_cache_changes_no_token(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 5)
-    assert torch.equal(generate(model, tokens, cache_implementation="static"), generate(model, tokens))
+    model = make_model(case).double()
+    tokens = random_tokens(2, 5)
+    assert torch.equal(
+        generate(model, tokens, cache_implementation="static"), generate(model, tokens)
+    )
 
 
 @every_case
 def test_a_conversation_continues_on_its_cache(case):
     model = make_model(case).double()
-    first, more = random_tokens(1, 5), random_tokens(1, 3, seed=1)
+    first = random_tokens(1, 5)
+    more = random_tokens(1, 3, seed=1)
     cache = DynamicCache(config=model.config)
     text = torch.cat([generate(model, first, past_key_values=cache), more], 1)
     assert torch.equal(generate(model, text, past_key_values=cache), generate(model, text))
@@ -72,7 +91,8 @@ def test_a_conversation_continues_on_its_cache(case):
 @every_family
 @pytest.mark.parametrize("new", [3, 7])
 def test_new_tokens_alone_need_a_mask_that_covers_those_that_were_read(case, new):
-    model, tokens = make_model(case).double(), random_tokens(1, 7 + new)
+    model = make_model(case).double()
+    tokens = random_tokens(1, 7 + new)
 
     def read():
         cache = DynamicCache(config=model.config)
@@ -83,9 +103,12 @@ def test_new_tokens_alone_need_a_mask_that_covers_those_that_were_read(case, new
     expected = generate(model, tokens)[:, 7:]
     assert torch.equal(generate(model, tokens, past_key_values=read())[:, 7:], expected)
     mask = torch.ones(1, 7 + new, dtype=torch.long)
-    assert torch.equal(generate(model, tokens[:, 7:], attention_mask=mask, past_key_values=read()), expected)
+    assert torch.equal(
+        generate(model, tokens[:, 7:], attention_mask=mask, past_key_values=read()), expected
+    )
     with pytest.raises(
-        ValueError, match=rf"input_ids must be all tokens .* attention_mask=torch.ones\(batch, {7 + new}"
+        ValueError,
+        match=rf"input_ids must be all tokens .* attention_mask=torch.ones\(batch, {7 + new}",
     ):
         model.generate(tokens[:, 7:], past_key_values=read())
 
@@ -95,20 +118,29 @@ def test_prompt_lookup_changes_no_token(case):
     model = make_model(case).double()
     for seed in range(2):
         part = random_tokens(1, 4, seed=seed)
-        tokens = torch.cat([part, random_tokens(1, 2, seed=seed + 50), part], 1)  # a repetition to look up
-        assert torch.equal(generate(model, tokens, prompt_lookup_num_tokens=3), generate(model, tokens))
+        tokens = torch.cat(
+            [part, random_tokens(1, 2, seed=seed + 50), part], 1
+        )  # a repetition to look up
+        assert torch.equal(
+            generate(model, tokens, prompt_lookup_num_tokens=3), generate(model, tokens)
+        )
 
 
 @every_case
 def test_a_draft_model_changes_no_token(case):
     """The draft is the model with some noise, so that a part of what it says is right."""
-    model, draft = make_model(case).double(), make_model(case).double()
+    model = make_model(case).double()
+    draft = make_model(case).double()
     with torch.no_grad():
         for name, p in draft.named_parameters():
             if "lm_head" in name or "embed" in name:
                 p += 0.03 * torch.randn_like(p)
         prompts = random_tokens(50, 6)
-        accepted = (model(prompts).logits[:, -1].argmax(-1) == draft(prompts).logits[:, -1].argmax(-1)).sum().item()
+        accepted = (
+            (model(prompts).logits[:, -1].argmax(-1) == draft(prompts).logits[:, -1].argmax(-1))
+            .sum()
+            .item()
+        )
     assert 0 < accepted < 50
     for prompt in prompts[:2, None]:
         assert torch.equal(generate(model, prompt, assistant_model=draft), generate(model, prompt))
@@ -116,12 +148,14 @@ def test_a_draft_model_changes_no_token(case):
 
 @every_case
 def test_drafts_of_the_first_layers_change_no_token(case):
-    model, tokens = make_model(case).double(), random_tokens(1, 6)
+    model = make_model(case).double()
+    tokens = random_tokens(1, 6)
     assert torch.equal(generate(model, tokens, assistant_early_exit=1), generate(model, tokens))
 
 
 def test_drafts_of_the_first_layers_run_no_others():
-    model, runs = make_model(CASES[0], num_hidden_layers=3), []
+    model = make_model(CASES[0], num_hidden_layers=3)
+    runs = []
     for i, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda *_, i=i: runs.append(i))
     generate(model, random_tokens(1, 6), assistant_early_exit=1)
@@ -129,12 +163,17 @@ def test_drafts_of_the_first_layers_run_no_others():
 
 
 def test_a_draft_with_another_tokenizer_changes_no_token(tokenizer):
-    model, draft = make_model(CASES[0]).double(), make_model(CASES[1], vocab_size=65).double()
-    shuffled = {word: i if i < 3 else 3 + 7 * (i - 3) % 61 for word, i in tokenizer.get_vocab().items()}
+    model = make_model(CASES[0]).double()
+    draft = make_model(CASES[1], vocab_size=65).double()
+    shuffled = {
+        word: i if i < 3 else 3 + 7 * (i - 3) % 61 for word, i in tokenizer.get_vocab().items()
+    }
     words = [*sorted(shuffled, key=shuffled.get), "more"]
     other = word_tokenizer(words, pad_token="<pad>", bos_token="<s>", unk_token="<unk>")
     tokens = random_tokens(1, 6)
-    assisted = generate(model, tokens, assistant_model=draft, tokenizer=tokenizer, assistant_tokenizer=other)
+    assisted = generate(
+        model, tokens, assistant_model=draft, tokenizer=tokenizer, assistant_tokenizer=other
+    )
     assert torch.equal(assisted, generate(model, tokens))
 
 
@@ -144,14 +183,21 @@ def test_pipeline_generates_from_a_saved_folder(case, tmp_path, tokenizer):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     generator = pipeline("text-generation", model=str(tmp_path))
-    options = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [0], "return_full_text": False}
+    options = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "suppress_tokens": [0],
+        "return_full_text": False,
+    }
     texts = ["w5 w6 w7", "w9"]
     batched = [result[0]["generated_text"] for result in generator(texts, batch_size=2, **options)]
     for text, generated in zip(texts, batched, strict=True):
         tokens = torch.tensor([tokenizer(text)["input_ids"]])
         assert (
             generated.split()
-            == tokenizer.decode(generate(model, tokens)[0, tokens.shape[1] :], skip_special_tokens=True).split()
+            == tokenizer.decode(
+                generate(model, tokens)[0, tokens.shape[1] :], skip_special_tokens=True
+            ).split()
         )
 
 

@@ -11,34 +11,65 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from hf_memory.conversion import describe_weights, find_gguf, load_config, load_teacher, load_tokenizer
+from hf_memory.conversion import (
+    describe_weights,
+    find_gguf,
+    load_config,
+    load_teacher,
+    load_tokenizer,
+)
 from hf_memory.conversion.teachers.gguf import turn_ends
 from teachers import FAST
 
-END, START = "<end>", "<start>"
+END = "<end>"
+START = "<start>"
 TEMPLATE = """{% for m in messages %}<start>{{ m.role }} {{ m.content }}<end>{% endfor %}"""
 TEXT = "The snake is 12 days old.\n\n3. A list of 1024 new   things, or 7 "
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 Q4 = gguf.GGMLQuantizationType.Q4_1
 
 
 def make_tokenizer():
     """A byte-level BPE that takes each digit alone, as SmolLM's."""
     bpe = Tokenizer(models.BPE())
-    cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence(cuts), decoders.ByteLevel()
+    cuts = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=[END, START], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=[END, START], initial_alphabet=alphabet
+    )
     bpe.train_from_iterator([TEXT * 3], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=START, eos_token=END)
 
 
 def make_teacher(tokenizer):
     torch.manual_seed(0)
-    sizes = {**SIZES, "vocab_size": len(tokenizer), "num_key_value_heads": 2, "max_position_embeddings": 512}
-    return LlamaForCausalLM(LlamaConfig(**sizes, rms_norm_eps=2.0**-20, tie_word_embeddings=True)).eval()
+    sizes = {
+        **SIZES,
+        "vocab_size": len(tokenizer),
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, rms_norm_eps=2.0**-20, tie_word_embeddings=True)
+    ).eval()
 
 
 def as_llama_cpp(name, x):
@@ -49,8 +80,10 @@ def as_llama_cpp(name, x):
 
 def write(file, tokenizer, model, matrices=Q4, **others):
     """A GGUF file with matrices of one type, and other metadata or none where a value is None."""
-    writer, config = gguf.GGUFWriter(file, "llama"), model.config
-    vocab, merges = tokenizer.get_vocab(), json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer = gguf.GGUFWriter(file, "llama")
+    config = model.config
+    vocab = tokenizer.get_vocab()
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     metadata = {
         "llama.block_count": config.num_hidden_layers,
         "llama.context_length": config.max_position_embeddings,
@@ -74,7 +107,12 @@ def write(file, tokenizer, model, matrices=Q4, **others):
         **others,
     }
     for name, value in metadata.items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add = {
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            list: writer.add_array,
+        }
         if value is not None:
             add[type(value)](name, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
@@ -94,7 +132,8 @@ def write(file, tokenizer, model, matrices=Q4, **others):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a GGUF file, and what it was made from."""
-    folder, tokenizer = tmp_path_factory.mktemp("gguf"), make_tokenizer()
+    folder = tmp_path_factory.mktemp("gguf")
+    tokenizer = make_tokenizer()
     model = make_teacher(tokenizer)
     write(folder / "tiny.Q4_1.gguf", tokenizer, model)
     return folder, tokenizer, model
@@ -113,11 +152,17 @@ def test_weights_are_those_of_the_file_and_can_be_saved(folder, tmp_path):
     folder, _, model = folder
     teacher = load_teacher(str(folder))
     for name, x in model.named_parameters():
-        rounded = gguf.dequantize(gguf.quantize(x.detach().numpy(), Q4), Q4) if x.ndim == 2 else x.detach()
+        rounded = (
+            gguf.dequantize(gguf.quantize(x.detach().numpy(), Q4), Q4)
+            if x.ndim == 2
+            else x.detach()
+        )
         assert torch.equal(teacher.get_parameter(name), torch.as_tensor(rounded)), name
     teacher.save_pretrained(tmp_path)
     ids = torch.arange(20)[None]
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, teacher(ids).logits)
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, teacher(ids).logits
+    )
 
 
 def test_a_tokenizer_cuts_text_as_its_merges_were_learned(folder, tmp_path):
@@ -127,17 +172,23 @@ def test_a_tokenizer_cuts_text_as_its_merges_were_learned(folder, tmp_path):
     texts = [TEXT, "a  1", "x\n\n2. y", "1234", "<start>user 5<end>", "\u00bd\U0001f642 3"]
     for text in texts:
         assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
-        assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert (
+            AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+            == tokenizer(text)["input_ids"]
+        )
     assert read.get_vocab() == tokenizer.get_vocab()
     assert (read.chat_template, read.bos_token) == (TEMPLATE, START)
 
 
 def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_path):
-    file, text, student = folder[0] / "tiny.Q4_1.gguf", tmp_path / "text.txt", tmp_path / "student"
+    file = folder[0] / "tiny.Q4_1.gguf"
+    text = tmp_path / "text.txt"
+    student = tmp_path / "student"
     text.write_text(TEXT * 200)
     code, _, err = run("convert", file, "--text", text, "--output", student, *FAST)
     assert code == 0, err
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(student), AutoTokenizer.from_pretrained(student)
+    model = AutoModelForCausalLM.from_pretrained(student)
+    tokenizer = AutoTokenizer.from_pretrained(student)
     assert tokenizer.chat_template == TEMPLATE
     generation = model.generation_config
     assert (generation.bos_token_id, generation.eos_token_id) == (1, [0, 5])
@@ -151,7 +202,9 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
     assert code == 0, err
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert (tuned.config.model_type, tuned.generation_config.temperature) == ("llama", 0.25)
-    code, _, err = run("convert", file, "--text", text, "--output", tmp_path / "x", "--teacher-bits", 4, *FAST)
+    code, _, err = run(
+        "convert", file, "--text", text, "--output", tmp_path / "x", "--teacher-bits", 4, *FAST
+    )
     assert code == 2
     assert "teacher_bits must not be given for a GGUF file" in err
 
@@ -164,7 +217,10 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
         ({"llama.rope.scaling.type": "yarn"}, "got scaling 'yarn'"),
         ({"llama.block_count": 3}, "got other.gguf, which differs in blk.2.attn_k.weight"),
         ({"llama.block_count": 10**9}, "got 1,000,000,000 and 20 tensors"),
-        ({"llama.embedding_length": 10**9}, "other.gguf is damaged .* it must have the weights of its header, got"),
+        (
+            {"llama.embedding_length": 10**9},
+            "other.gguf is damaged .* it must have the weights of its header, got",
+        ),
         ({"extra": None}, "differs in rope_freqs.weight"),
     ],
 )
@@ -180,7 +236,9 @@ def test_what_would_be_lost_is_refused(folder, tmp_path, others, message):
 def test_a_template_that_fails_is_explained_while_a_file_is_loaded():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages + 1 }}"
-    with pytest.raises(ValueError, match="the model's chat template raised an error for this conversation"):
+    with pytest.raises(
+        ValueError, match="the model's chat template raised an error for this conversation"
+    ):
         turn_ends(tokenizer)
 
 
@@ -191,7 +249,9 @@ def test_a_folder_with_two_files_or_a_config_is_told_apart(folder, tmp_path, mon
     (tmp_path / "A.GGUF").rename(tmp_path / "a.gguf")
     assert find_gguf(str(tmp_path)) == find_gguf(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").touch()
-    with pytest.raises(ValueError, match=r"teacher must be one GGUF file, got .* with a.gguf, b.gguf"):
+    with pytest.raises(
+        ValueError, match=r"teacher must be one GGUF file, got .* with a.gguf, b.gguf"
+    ):
         find_gguf(str(tmp_path))
     (tmp_path / "config.json").touch()
     assert find_gguf(str(tmp_path)) is None
@@ -201,8 +261,18 @@ def test_a_folder_with_two_files_or_a_config_is_told_apart(folder, tmp_path, mon
 
 
 def test_a_damaged_file_is_refused_with_one_sentence(folder, tmp_path):
-    whole, file, dice = (folder[0] / "tiny.Q4_1.gguf").read_bytes(), tmp_path / "x.gguf", random.Random(0)
-    for cut in (0, 3, 20, 100, 3000, *(dice.randrange(len(whole)) for _ in range(10)), len(whole) - 1):
+    whole = (folder[0] / "tiny.Q4_1.gguf").read_bytes()
+    file = tmp_path / "x.gguf"
+    dice = random.Random(0)
+    for cut in (
+        0,
+        3,
+        20,
+        100,
+        3000,
+        *(dice.randrange(len(whole)) for _ in range(10)),
+        len(whole) - 1,
+    ):
         file.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=r"x.gguf is damaged or incomplete"):
             load_config(str(file)), load_tokenizer(str(file))
@@ -228,7 +298,9 @@ def test_a_damaged_tokenizer_beside_a_file_is_named(damage, folder, tmp_path):
     words = json.loads(folder[1].backend_tokenizer.to_str())
     TOKENIZERS.get(damage, dict)(words)
     (tmp_path / "tokenizer.json").write_text("" if damage == "empty" else json.dumps(words))
-    with pytest.raises(ValueError, match=r"tokenizer.json must describe a tokenizer, .*without it, x.gguf has one"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json must describe a tokenizer, .*without it, x.gguf has one"
+    ):
         load_tokenizer(str(tmp_path / "x.gguf"))
 
 

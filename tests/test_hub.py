@@ -14,7 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_memory
 import hub_server
-from cases import CASES, FIRST_OF_FAMILY, every_family, family_of, make_model, random_tokens, word_tokenizer
+from cases import (
+    CASES,
+    FIRST_OF_FAMILY,
+    every_family,
+    family_of,
+    make_model,
+    random_tokens,
+    word_tokenizer,
+)
 from hf_memory.address import INSTALL
 from hf_memory.modeling import AUTO_CLASSES
 from hf_memory.modeling.configuration import MemoryConfig
@@ -61,7 +69,9 @@ def run(tmp_path):
         }
         environment.pop("HF_HUB_OFFLINE")
         command = [sys.executable, "-c", FRESH.format(codes=codes), *map(str, arguments)]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 
@@ -100,7 +110,9 @@ def test_folder_names_every_class(case, tmp_path):
     }
     loaded = {}
     exec((tmp_path / SHIM).read_text(), loaded)
-    assert all(loaded[getattr(family, part).__name__] is getattr(family, part) for part in AUTO_CLASSES)
+    assert all(
+        loaded[getattr(family, part).__name__] is getattr(family, part) for part in AUTO_CLASSES
+    )
 
 
 @every_family
@@ -169,21 +181,33 @@ for trust in (True, False):
 """
 
 
-def test_every_family_loads_saves_and_generates_without_an_import_or_says_how_to_install_it(run, tmp_path):
+def test_every_family_loads_saves_and_generates_without_an_import_or_says_how_to_install_it(
+    run, tmp_path
+):
     saved = {case.name: make_model(case) for case in FIRST_OF_FAMILY}
     saved |= {"sharded": make_model(CASES[0]), "bfloat16": make_model(CASES[0]).bfloat16()}
     for name, model in saved.items():
-        model.save_pretrained(tmp_path / name, max_shard_size="20KB" if name == "sharded" else "5GB")
+        model.save_pretrained(
+            tmp_path / name, max_shard_size="20KB" if name == "sharded" else "5GB"
+        )
     save_tokenizer(tmp_path / "sharded")
     torch.save(TOKENS, tmp_path / "tokens")
-    generated, missing, untrusted = run(GENERATE, LOAD, BLOCKED + FAIL, arguments=saved).splitlines()
+    generated, missing, untrusted = run(
+        GENERATE, LOAD, BLOCKED + FAIL, arguments=saved
+    ).splitlines()
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     for name, model in saved.items():
-        torch.testing.assert_close(torch.load(tmp_path / f"{name}-logits"), logits(model), rtol=0, atol=0)
+        torch.testing.assert_close(
+            torch.load(tmp_path / f"{name}-logits"), logits(model), rtol=0, atol=0
+        )
         assert sorted(path.name for path in (tmp_path / f"{name}-again").iterdir()) == SAVED
         for file in ("config.json", SHIM):
-            assert (tmp_path / f"{name}-again" / file).read_bytes() == (tmp_path / name / file).read_bytes()
-    tokens = saved["sharded"].generate(torch.tensor([[5, 9, 7]]), max_new_tokens=6, do_sample=False)[0, 3:]
+            assert (tmp_path / f"{name}-again" / file).read_bytes() == (
+                tmp_path / name / file
+            ).read_bytes()
+    tokens = saved["sharded"].generate(
+        torch.tensor([[5, 9, 7]]), max_new_tokens=6, do_sample=False
+    )[0, 3:]
     assert generated.split() == [f"w{token}" for token in tokens]
     assert missing == (
         "ImportError This model is made of classes from the package hf_memory, which could not be imported: "
@@ -228,7 +252,9 @@ def test_only_classes_derived_elsewhere_are_copied(tmp_path):
     assert not MemoryConfig.is_remote_code()
     DerivedConfig.register_for_auto_class()
     DerivedConfig().save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {"AutoConfig": "test_hub.DerivedConfig"}
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
+        "AutoConfig": "test_hub.DerivedConfig"
+    }
     assert not (tmp_path / SHIM).exists()
 
 

@@ -11,7 +11,17 @@ from matplotlib.colors import to_rgb
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cases import WORDS, Case, make_config, make_model, word_tokenizer
-from hf_memory.conversion import Recipe, Run, Schedule, Text, convert, costs, read_tokens, resolve, smallest_student
+from hf_memory.conversion import (
+    Recipe,
+    Run,
+    Schedule,
+    Text,
+    convert,
+    costs,
+    read_tokens,
+    resolve,
+    smallest_student,
+)
 from hf_memory.conversion.teachers import loading as of_few_bits
 from hf_memory.evaluation import (
     Subject,
@@ -31,7 +41,12 @@ from teachers import FAST, make_teacher
 
 STEP = "steps=1,batch_size=1,length=8"
 PLAIN = Case("", "hf_memory_linear", {})
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_type": "longrope", "rope_theta": 10.0, "original_max_position_embeddings": 16}
 LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
@@ -47,14 +62,18 @@ def short_teacher(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("teacher")
     sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     torch.manual_seed(0)
-    config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=request.param, eos_token_id=0)
+    config = LlamaConfig(
+        **sizes, num_attention_heads=2, max_position_embeddings=request.param, eos_token_id=0
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     word_tokenizer(WORDS, eos_token="end", unk_token="end").save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("command", LEARN)
-def test_a_teacher_with_few_positions_gives_a_model_with_a_card(run, short_teacher, text, tmp_path, command):
+def test_a_teacher_with_few_positions_gives_a_model_with_a_card(
+    run, short_teacher, text, tmp_path, command
+):
     output = tmp_path / "student"
     code, _, err = run(command, short_teacher, "--text", text, "--output", output, *LEARN[command])
     assert (code, err) == (0, "")
@@ -71,13 +90,33 @@ WRONG_ROPES = [
     ({"rope_type": "none", "rope_theta": 10.0}, "rope_type of {} must be one of 'default'"),
     ({"rope_type": "default", "rope_theta": 0}, "rope_theta of {} must be a number from 1e-30"),
     ({"rope_type": "default", "rope_theta": -5.0}, "rope_theta of {} must be a number from 1e-30"),
-    ({"rope_type": "default", "rope_theta": math.nan}, "rope_theta of {} must be a number from 1e-30"),
+    (
+        {"rope_type": "default", "rope_theta": math.nan},
+        "rope_theta of {} must be a number from 1e-30",
+    ),
     ({"rope_type": "default", "rope_theta": "10"}, "rope_theta of {} must be a number from 1e-30"),
-    ({"rope_type": "default", "rope_theta": 10.0, "partial_rotary_factor": 1.5}, "partial_rotary_factor of {} must"),
+    (
+        {"rope_type": "default", "rope_theta": 10.0, "partial_rotary_factor": 1.5},
+        "partial_rotary_factor of {} must",
+    ),
     ({"rope_type": "linear", "rope_theta": 10.0}, "factor"),
-    ({"rope_type": "linear", "rope_theta": 10.0, "factor": 0}, "factor of {} must be a number from 1e-30"),
-    ({"rope_type": "yarn", "rope_theta": 10.0, "factor": 2.0, "original_max_position_embeddings": -1}, "original_max"),
-    (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor of {} must be above low_freq_factor=1.0"),
+    (
+        {"rope_type": "linear", "rope_theta": 10.0, "factor": 0},
+        "factor of {} must be a number from 1e-30",
+    ),
+    (
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": -1,
+        },
+        "original_max",
+    ),
+    (
+        LLAMA3 | {"high_freq_factor": 1.0},
+        "high_freq_factor of {} must be above low_freq_factor=1.0",
+    ),
     (LONG | {"short_factor": [1.0]}, "short_factor of {} must be a list of 4 numbers"),
     (LONG | {"long_factor": [1.0, 1.0, 1.0, 0.0]}, "long_factor of {} must be a list of 4 numbers"),
 ]
@@ -99,18 +138,32 @@ def test_local_rope_parameters_have_the_defaults_of_transformers(rope):
 
 
 def test_a_token_uses_no_more_experts_than_there_are():
-    with pytest.raises(ValueError, match="num_experts_per_tok must be at most num_experts=2, got 3"):
+    with pytest.raises(
+        ValueError, match="num_experts_per_tok must be at most num_experts=2, got 3"
+    ):
         make_config(PLAIN, mlp_types=["mlp", "experts"], num_experts=2, num_experts_per_tok=3)
 
 
 HUGE_OPTIONS = [
     Case("vocabulary", "hf_memory_linear", {"vocab_size": 2**31 - 1}),
     Case("mlp", "hf_memory_gated", {"intermediate_size": 2**31 - 1}),
-    Case("heads", "hf_memory_deltanet", {"linear_num_key_heads": 2**30, "linear_key_head_dim": 2**30}),
-    Case("window", "hf_memory_linear", {"layer_types": ["sliding_memory"] * 2, "sliding_window": 2**31 - 1}),
+    Case(
+        "heads", "hf_memory_deltanet", {"linear_num_key_heads": 2**30, "linear_key_head_dim": 2**30}
+    ),
+    Case(
+        "window",
+        "hf_memory_linear",
+        {"layer_types": ["sliding_memory"] * 2, "sliding_window": 2**31 - 1},
+    ),
     Case("experts", "hf_memory_gated", {"mlp_types": ["mlp", "experts"], "num_experts": 2**31 - 1}),
-    Case("keys", "hf_memory_gated", {"mlp_types": ["mlp", "memory"], "num_product_keys": 2**31 - 1}),
-    Case("positions", "hf_memory_transformer", {"position": "learned", "max_position_embeddings": 2**31 - 1}),
+    Case(
+        "keys", "hf_memory_gated", {"mlp_types": ["mlp", "memory"], "num_product_keys": 2**31 - 1}
+    ),
+    Case(
+        "positions",
+        "hf_memory_transformer",
+        {"position": "learned", "max_position_embeddings": 2**31 - 1},
+    ),
     Case("segment", "hf_memory_titans", {"variant": "mac", "segment_length": 2**31 - 1}),
     Case("later-layers", "hf_memory_rwkv7", {"v_low_rank_dim": 2**31 - 1}),
 ]
@@ -119,7 +172,9 @@ HUGE_OPTIONS = [
 @pytest.mark.parametrize("case", HUGE_OPTIONS, ids=lambda case: case.name)
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_built(case):
     config = make_config(case)
-    with pytest.raises(ValueError, match="the config must describe a model that fits into memory, got"):
+    with pytest.raises(
+        ValueError, match="the config must describe a model that fits into memory, got"
+    ):
         AutoModelForCausalLM.from_config(config)
     with torch.device("meta"):
         assert AutoModelForCausalLM.from_config(make_config(PLAIN)).num_parameters() > 0
@@ -127,27 +182,47 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_built(cas
 
 TEXT = torch.randint(64, (512,), generator=torch.Generator().manual_seed(0))
 WRONG_MEASURES = {
-    "length must be a whole number of at least 2, got 0": lambda model: perplexity(model, TEXT, length=0),
-    "length must be a whole number of at least 2, got -8": lambda model: agreement(model, model, TEXT, length=-8),
+    "length must be a whole number of at least 2, got 0": lambda model: perplexity(
+        model, TEXT, length=0
+    ),
+    "length must be a whole number of at least 2, got -8": lambda model: agreement(
+        model, model, TEXT, length=-8
+    ),
     "length must be a whole number of at least 2, got 8.5": lambda model: perplexity_by_position(
         model, TEXT, length=8.5
     ),
-    "max_tokens must be a whole number of at least 1, got 0": lambda model: perplexity(model, TEXT, max_tokens=0),
+    "max_tokens must be a whole number of at least 1, got 0": lambda model: perplexity(
+        model, TEXT, max_tokens=0
+    ),
     "windows must be a whole number of at least 1, got 0": lambda model: perplexity_by_position(
         model, TEXT, length=8, windows=0
     ),
-    "trials must be a whole number of at least 1, got 0": lambda model: copy_gain(model, TEXT, trials=0),
-    "gap must be a whole number of at least 0, got -1": lambda model: copy_gain(model, TEXT, gap=-1),
-    "passage must be a whole number of at least 2, got 0": lambda model: copy_gain(model, TEXT, passage=0),
+    "trials must be a whole number of at least 1, got 0": lambda model: copy_gain(
+        model, TEXT, trials=0
+    ),
+    "gap must be a whole number of at least 0, got -1": lambda model: copy_gain(
+        model, TEXT, gap=-1
+    ),
+    "passage must be a whole number of at least 2, got 0": lambda model: copy_gain(
+        model, TEXT, passage=0
+    ),
     "distances must be at least the 32 tokens": lambda model: recall_by_distance(model, TEXT, [8]),
     "context must be a whole number of at least 2, got -1": lambda model: cost(model, -1),
-    "new_tokens must be a whole number of at least 1, got 0": lambda model: cost(model, 8, new_tokens=0),
-    "num_tokens must be a whole number of at least 0, got -1": lambda model: cache_bytes(model.config, -1),
-    "lengths must be whole numbers of at least 2, got": lambda model: Subject(model, TEXT, lengths=(1,)),
+    "new_tokens must be a whole number of at least 1, got 0": lambda model: cost(
+        model, 8, new_tokens=0
+    ),
+    "num_tokens must be a whole number of at least 0, got -1": lambda model: cache_bytes(
+        model.config, -1
+    ),
+    "lengths must be whole numbers of at least 2, got": lambda model: Subject(
+        model, TEXT, lengths=(1,)
+    ),
     "samples must be a whole number of at least 1": lambda model: Subject(model, TEXT, samples=0),
     "items must be a whole number of at least 0": lambda model: Subject(model, TEXT, items=-1),
     "tolerance must be from 0 to 1, got 2": lambda model: Subject(model, TEXT, tolerance=2),
-    "tolerance must be from 0 to 1, got nan": lambda model: Subject(model, TEXT, tolerance=math.nan),
+    "tolerance must be from 0 to 1, got nan": lambda model: Subject(
+        model, TEXT, tolerance=math.nan
+    ),
 }
 
 
@@ -157,7 +232,9 @@ def test_measures_refuse_numbers_out_of_their_range(message):
         WRONG_MEASURES[message](make_model(PLAIN))
 
 
-STUDENT = Recipe("linear", keep="none", transfer=Schedule(2, 1e-3, 2, 8), distillation=Schedule(2, 1e-3, 2, 8))
+STUDENT = Recipe(
+    "linear", keep="none", transfer=Schedule(2, 1e-3, 2, 8), distillation=Schedule(2, 1e-3, 2, 8)
+)
 WRONG_RECIPES = [
     ({"to": 5}, "to must be str | None, got 5"),
     ({"keep": 2.5}, "keep must be"),
@@ -189,7 +266,11 @@ def test_resolve_refuses_what_is_no_recipe_no_config_and_no_text():
     wrong = {
         "recipe must be Recipe": ({"to": "linear"}, teacher.config, TEXT),
         "teacher must be PreTrainedConfig": (STUDENT, teacher, TEXT),
-        "tokens must be a Text or a tensor [T] of whole numbers, got list": (STUDENT, teacher.config, [1, 2]),
+        "tokens must be a Text or a tensor [T] of whole numbers, got list": (
+            STUDENT,
+            teacher.config,
+            [1, 2],
+        ),
         "got (512,) of torch.float32": (STUDENT, teacher.config, TEXT.float()),
         "got (1, 512) of torch.int64": (STUDENT, teacher.config, TEXT[None]),
         "scorer must be": (STUDENT, teacher.config, TEXT, "someone/model"),
@@ -203,7 +284,9 @@ def test_resolve_refuses_what_is_no_recipe_no_config_and_no_text():
     "weights", [["1", "2"], [1.0], [1.0, -1.0], [1.0, math.nan], [1.0, math.inf], None, 5, [[1], 2]]
 )
 def test_a_mixture_has_a_weight_above_zero_for_each_text(weights):
-    with pytest.raises(ValueError, match="weights must be numbers above 0, one for each of 2 texts"):
+    with pytest.raises(
+        ValueError, match="weights must be numbers above 0, one for each of 2 texts"
+    ):
         Text.mixed([Text(TEXT), Text(TEXT)], weights)
 
 
@@ -217,14 +300,19 @@ def test_read_tokens_takes_a_list_of_texts_and_a_limit_above_zero(tokenizer, tex
     with pytest.raises(ValueError, match="sources must be a list of texts, got one"):
         read_tokens(str(text), tokenizer)
     for limit in (0, -5, 1.5):
-        with pytest.raises(ValueError, match=f"limit must be a number of tokens above 0, got {limit}"):
+        with pytest.raises(
+            ValueError, match=f"limit must be a number of tokens above 0, got {limit}"
+        ):
             read_tokens([text], tokenizer, limit=limit)
 
 
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ({"allow_negative_eigenvalue": True}, "allow_negative_eigenvalue.* did you mean allow_negative_eigenvalues"),
+        (
+            {"allow_negative_eigenvalue": True},
+            "allow_negative_eigenvalue.* did you mean allow_negative_eigenvalues",
+        ),
         ({"d_model": 64}, "d_model.* did you mean hidden_size"),
         ({"n_layer": 2}, "n_layer.* did you mean num_hidden_layers"),
         ({"zebra": 2}, "has no option zebra, which has no effect$"),
@@ -236,7 +324,9 @@ def test_a_config_warns_about_options_that_it_does_not_have(given, meant):
 
 
 def test_what_transformers_writes_into_a_config_is_no_unknown_option(tmp_path):
-    config = make_config(PLAIN, num_labels=3, dtype="bfloat16", rope_theta=100.0, attn_implementation="eager")
+    config = make_config(
+        PLAIN, num_labels=3, dtype="bfloat16", rope_theta=100.0, attn_implementation="eager"
+    )
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path, output_attentions=False)
     assert loaded.to_diff_dict() == config.to_diff_dict()
@@ -254,7 +344,9 @@ ASSIGNED = [
 
 
 @pytest.mark.parametrize(("model_type", "options"), ASSIGNED)
-def test_options_that_are_assigned_give_the_same_config_as_those_that_are_passed(model_type, options):
+def test_options_that_are_assigned_give_the_same_config_as_those_that_are_passed(
+    model_type, options
+):
     config = make_config(Case("", model_type, {}))
     for name, value in options.items():
         setattr(config, name, value)
@@ -262,7 +354,11 @@ def test_options_that_are_assigned_give_the_same_config_as_those_that_are_passed
 
 
 def test_what_was_given_stays_when_an_option_is_assigned():
-    case = Case("", "hf_memory_deltanet", {"linear_value_head_dim": 24, "layer_types": ["memory", "full_attention"]})
+    case = Case(
+        "",
+        "hf_memory_deltanet",
+        {"linear_value_head_dim": 24, "layer_types": ["memory", "full_attention"]},
+    )
     config = make_config(case)
     config.output_gate = "sigmoid"
     config.gate = "scalar"
@@ -279,7 +375,9 @@ def dry(run, teacher, text, tmp_path, *flags):
     return code, " ".join(out.split()), " ".join(err.split())
 
 
-def test_a_plan_warns_of_a_cache_that_saves_nothing_and_of_no_attention(run, teacher, text, tmp_path):
+def test_a_plan_warns_of_a_cache_that_saves_nothing_and_of_no_attention(
+    run, teacher, text, tmp_path
+):
     short = "--distillation", STEP, "--transfer", STEP
     warnings = {
         ("--to", "deltaformer"): "of the teacher's, so that nothing is saved",
@@ -293,14 +391,29 @@ def test_a_plan_warns_of_a_cache_that_saves_nothing_and_of_no_attention(run, tea
     assert "warning" not in dry(run, teacher, text, tmp_path, "-o", "sliding_window=16")[1]
 
 
-def test_a_plan_that_does_not_fit_says_what_does_and_fails(run, teacher, text, tmp_path, monkeypatch):
-    short = "--distillation", "steps=2,batch_size=8,length=256", "-o", "sliding_window=16", "--device", "h100"
+def test_a_plan_that_does_not_fit_says_what_does_and_fails(
+    run, teacher, text, tmp_path, monkeypatch
+):
+    short = (
+        "--distillation",
+        "steps=2,batch_size=8,length=256",
+        "-o",
+        "sliding_window=16",
+        "--device",
+        "h100",
+    )
     monkeypatch.setattr(of_few_bits, "is_bitsandbytes_available", lambda: False)
     assert dry(run, teacher, text, tmp_path, *short, "--teacher-bits", 4)[0] == 0
     monkeypatch.setitem(costs.DEVICES, "h100", costs.Device(10, 1e12))
     code, out, err = dry(run, teacher, text, tmp_path, *short)
     assert (code, "the plan must fit into the memory of h100" in err) == (2, True)
-    measures = "activation_checkpointing=true", "and -t bf16=true", "and --teacher-bits 4", "and LoRA", "more or larger"
+    measures = (
+        "activation_checkpointing=true",
+        "and -t bf16=true",
+        "and --teacher-bits 4",
+        "and LoRA",
+        "more or larger",
+    )
     places = [out.index(x) for x in measures]
     assert places == sorted(places)
 
@@ -313,17 +426,36 @@ def test_an_option_with_a_wrong_value_is_named(run, teacher, text, tmp_path):
 def test_a_folder_in_which_nothing_can_be_written_is_refused_by_a_dry_run(run, teacher, text):
     command = "convert", teacher, "--text", text, "--dry-run", "--output", "/proc/o"
     code, _, err = run(*command)
-    assert (code, "output must be a folder that can be written to" in " ".join(err.split())) == (2, True)
+    assert (code, "output must be a folder that can be written to" in " ".join(err.split())) == (
+        2,
+        True,
+    )
 
 
 def test_windows_longer_than_the_text_are_refused_by_a_dry_run(run, teacher, text, tmp_path):
-    command = "fine-tune", teacher, "--text", text, "--output", tmp_path / "out", "--length", 100_000, "--dry-run"
+    command = (
+        "fine-tune",
+        teacher,
+        "--text",
+        text,
+        "--output",
+        tmp_path / "out",
+        "--length",
+        100_000,
+        "--dry-run",
+    )
     code, _, err = run(*command)
-    assert (code, "tokens must be at least one window of 100000 tokens" in " ".join(err.split())) == (2, True)
+    assert (
+        code,
+        "tokens must be at least one window of 100000 tokens" in " ".join(err.split()),
+    ) == (2, True)
 
 
 def test_an_export_that_is_refused_says_what_to_do():
-    for case in (Case("", "hf_memory_linear", {}), Case("", "hf_memory_deltanet", {"memory_rope": True})):
+    for case in (
+        Case("", "hf_memory_linear", {}),
+        Case("", "hf_memory_deltanet", {"memory_rope": True}),
+    ):
         with pytest.raises(NotExportable, match=r"Convert.* again with .*--servable"):
             find_target(make_config(case))
 
@@ -332,9 +464,15 @@ def test_a_tokenizer_with_more_words_than_the_model_is_refused(run, teacher, tmp
     folder = tmp_path / "other"
     shutil.copytree(teacher, folder)
     word_tokenizer([*WORDS, *"bcd"], eos_token="end", unk_token="end").save_pretrained(folder)
-    for command in (("generate", folder, "--prompt", "a snake"), ("evaluate", folder, "--tasks", "answers")):
+    for command in (
+        ("generate", folder, "--prompt", "a snake"),
+        ("evaluate", folder, "--tasks", "answers"),
+    ):
         code, _, err = run(*command)
-        assert (code, "must be the model's, whose embedding has 16 tokens" in " ".join(err.split())) == (2, True)
+        assert (
+            code,
+            "must be the model's, whose embedding has 16 tokens" in " ".join(err.split()),
+        ) == (2, True)
 
 
 def test_a_goal_measures_each_student_once():
@@ -351,7 +489,8 @@ def test_a_run_that_goes_on_does_not_rank_heads_again(tmp_path):
     teacher = make_teacher("llama")
     recipe = replace(STUDENT, to="attention", keep="heads:1/2", options={"sliding_window": 4})
     plan = resolve(recipe, teacher.config, TEXT)
-    ranked, chosen = [], []
+    ranked = []
+    chosen = []
     for _ in range(2):
         told = []
         made = convert(teacher, TEXT, plan, Run(tmp_path / "checkpoints", report=told.append))

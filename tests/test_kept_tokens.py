@@ -25,9 +25,21 @@ def make(teacher, **options):
 @pytest.mark.parametrize(
     ("distances", "heads", "expected"),
     [
-        ([8, 9, 7.5, 8.1, 4], [[], []], [2, 14]),  # the second layer gains most by more, and the first loses least
-        ([8, 9, 7.5, 8.1, 4], [[], [1]], [2, 20]),  # of its one head; both of the first layer give 6
-        ([8, 8.1, 6, 8.3, 7.9], [[], []], [14, 2]),  # more tokens bring the first layer more than the same ones
+        (
+            [8, 9, 7.5, 8.1, 4],
+            [[], []],
+            [2, 14],
+        ),  # the second layer gains most by more, and the first loses least
+        (
+            [8, 9, 7.5, 8.1, 4],
+            [[], [1]],
+            [2, 20],
+        ),  # of its one head; both of the first layer give 6
+        (
+            [8, 8.1, 6, 8.3, 7.9],
+            [[], []],
+            [14, 2],
+        ),  # more tokens bring the first layer more than the same ones
         ([8, 8, 8, 8, 8], [[], []], None),
     ],
     ids=["few and many", "a full head", "not convex", "no difference"],
@@ -35,17 +47,21 @@ def make(teacher, **options):
 def test_tokens_go_where_the_divergence_falls_most(distances, heads, expected, monkeypatch):
     """With a distance of the student, then of each layer with a quarter of the tokens, and with 2.5 times as many."""
     teacher = make_teacher("llama")
-    student, measured = make(teacher, full_attention_heads=heads), iter(distances)
+    student = make(teacher, full_attention_heads=heads)
+    measured = iter(distances)
     monkeypatch.setattr(kept_tokens, "divergence", lambda *_: torch.tensor(float(next(measured))))
     found = spread_kept_tokens(student, teacher, random_tokens(3 * T), length=T)
     assert expected is None or found == expected
     near = [2 - len(layer) for layer in heads]
-    assert 8 * sum(near) - max(near) < sum(n * kept for n, kept in zip(near, found)) <= 8 * sum(near)
-    assert [x.retention.kept for x in student.modules() if isinstance(x, WindowedMixer)] == [8, 8]
+    assert (
+        8 * sum(near) - max(near) < sum(n * kept for n, kept in zip(near, found)) <= 8 * sum(near)
+    )
+    assert [x.kv_eviction.kept for x in student.modules() if isinstance(x, WindowedMixer)] == [8, 8]
 
 
 def test_layers_are_measured_as_students_that_keep_so_many(monkeypatch):
-    teacher, seen = make_teacher("llama").double(), []
+    teacher = make_teacher("llama").double()
+    seen = []
     divergence = kept_tokens.divergence
     monkeypatch.setattr(kept_tokens, "divergence", lambda s, t: seen.append(s) or divergence(s, t))
     tokens = random_tokens(T)
@@ -56,13 +72,20 @@ def test_layers_are_measured_as_students_that_keep_so_many(monkeypatch):
 
 
 def test_a_student_whose_layers_keep_different_numbers():
-    teacher, tokens = make_teacher("llama"), random_tokens(8 * T)
+    teacher = make_teacher("llama")
+    tokens = random_tokens(8 * T)
     schedule = Schedule(1, 1e-3, batch_size=1, length=T)
-    how = {"keep": "heads:1/4", "options": OPTIONS, "transfer": schedule._replace(steps=0), "distillation": schedule}
+    how = {
+        "keep": "heads:1/4",
+        "options": OPTIONS,
+        "transfer": schedule._replace(steps=0),
+        "distillation": schedule,
+    }
     equal, spread = (Recipe(**how, spread_kept=x) for x in (False, True))
     made = convert(teacher, tokens, resolve(spread, teacher.config, tokens))
     assert "8 of each head in the mean" in dict(plan_rows(made.plan))["older tokens kept"]
-    kept, plan = made.student.config.num_kept_tokens, resolve(equal, teacher.config, tokens)
+    kept = made.student.config.num_kept_tokens
+    plan = resolve(equal, teacher.config, tokens)
     assert kept == made.plan.student.num_kept_tokens
     assert len(set(kept)) == 2
     before, after = (cache_bytes(config, 100) for config in (plan.student, made.student.config))

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from comparing import assert_close, in_float64
 from forms import FORMS, is_real, reference, run, widened, with_strong_gates
 from hf_memory import ops
-from hf_memory.ops import OPS, contract
-from hf_memory.ops.contract import choose_backend
+from hf_memory.ops import OPS, dispatch
+from hf_memory.ops.dispatch import choose_backend
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.triton.arguments import Meta
 from hf_memory.ops.triton.launch import compiled, launcher
@@ -31,7 +31,9 @@ every_kernel = pytest.mark.parametrize(  # extreme values run through the same k
 
 
 def make(op, variant, dtype=torch.float32, **sizes):
-    arguments = op.example(**{"B": 1, "T": 70, "H": 1, "HV": 2, "K": 20, "V": 18, **sizes}, **variant)
+    arguments = op.example(
+        **{"B": 1, "T": 70, "H": 1, "HV": 2, "K": 20, "V": 18, **sizes}, **variant
+    )
     return tree_map(
         lambda x: x.to(dtype).requires_grad_() if isinstance(x, torch.Tensor) else x,
         arguments,
@@ -42,9 +44,13 @@ def kernel_report(*arguments):
     """The lines of the report, in a process whose Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", KERNEL_REPORT, *arguments]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout
     header, *lines = (line.split() for line in printed.splitlines())
-    return [{**dict(zip(reversed(header), reversed(line))), "kernel": line[0]} for line in lines]  # its name has spaces
+    return [
+        {**dict(zip(reversed(header), reversed(line))), "kernel": line[0]} for line in lines
+    ]  # its name has spaces
 
 
 @every_form
@@ -56,13 +62,16 @@ def test_kernel_equals_reference(op, variant, T):
 
 @every_form
 @pytest.mark.parametrize("query_heads", [1, 4])
-def test_one_token_in_a_kernel_equals_reference_and_may_overwrite_the_state(op, variant, query_heads):
+def test_one_token_in_a_kernel_equals_reference_and_may_overwrite_the_state(
+    op, variant, query_heads
+):
     """With two value heads, which one key head or two read."""
     arguments = make(op, variant, T=1, B=2, H=min(query_heads, 2))
     arguments["q"] = make(op, variant, T=1, B=2, H=query_heads, HV=4, seed=3)["q"]
     with torch.no_grad():
         exact, rounded = (
-            op.op(**x, backend="reference", output_final_state=True) for x in (widened(arguments), arguments)
+            op.op(**x, backend="reference", output_final_state=True)
+            for x in (widened(arguments), arguments)
         )
         given = arguments["initial_state"]
         before = tree_map(torch.clone, given)
@@ -112,7 +121,11 @@ def test_kernel_in_16_bits_loses_what_rounding_loses(op, variant):
     results = run(op, arguments, "triton"), run(op, widened(arguments), "reference")
     assert results[0][0][0].dtype == torch.float16
     for factor, found, exact in zip((3, 5), *results):  # of outputs, of gradients
-        narrow = [(x.double(), y) for x, y in zip(found, exact) if x is not None and x.dtype == torch.float16]
+        narrow = [
+            (x.double(), y)
+            for x, y in zip(found, exact)
+            if x is not None and x.dtype == torch.float16
+        ]
         assert all((x - y).norm() <= factor * (y.half().double() - y).norm() for x, y in narrow)
 
 
@@ -123,7 +136,8 @@ def test_segments_walked_at_once_equal_reference(op, variant, kind, monkeypatch)
     form = "diagonal_plus_rank_one" if "erase" in variant else op.name
     T, length = (128, 64) if kind == "equal" else (40, 32)
     monkeypatch.setattr(kernels_of(form), "segment_length", lambda *sizes: length)
-    arguments, packed = make(op, variant, T=T, B=2, HV=1), {}
+    arguments = make(op, variant, T=T, B=2, HV=1)
+    packed = {}
     if kind == "packed":
         packed = {"cu_seqlens": torch.tensor([0, 4, 4, 5, 40], dtype=torch.int32)}
         states = make(op, variant, B=4, T=1, seed=5)["initial_state"]
@@ -133,7 +147,13 @@ def test_segments_walked_at_once_equal_reference(op, variant, kind, monkeypatch)
 
 @pytest.mark.parametrize(
     ("rows", "programs", "length"),
-    [((1, 8192), 96, 2048), ((8, 4096), 4, 512), ((1, 8200), 96, 3008), ((8, 512), 4, 0), ((8, 4096), 32, 0)],
+    [
+        ((1, 8192), 96, 2048),
+        ((8, 4096), 4, 512),
+        ((1, 8200), 96, 3008),
+        ((8, 512), 4, 0),
+        ((8, 4096), 32, 0),
+    ],
     ids=["one long row", "few heads", "no equal parts", "short rows", "programs enough"],
 )
 def test_rows_are_cut_into_equal_segments_where_there_are_any(rows, programs, length):
@@ -151,7 +171,10 @@ def kernels_of(name):
 
 with_custom_ops = pytest.mark.parametrize(
     "name",
-    [*(op.name for op in OPS if op.has_kernels and hasattr(kernels_of(op.name), "_forward")), "diagonal_plus_rank_one"],
+    [
+        *(op.name for op in OPS if op.has_kernels and hasattr(kernels_of(op.name), "_forward")),
+        "diagonal_plus_rank_one",
+    ],
 )
 
 
@@ -193,7 +216,8 @@ def test_compiled_kernels_are_one_graph(name):
 def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
     """Schema, fake tensors and gradients, of the custom op that a call runs."""
     kernels, call, arguments = entry(name)
-    forward, calls = kernels._forward, []
+    forward = kernels._forward
+    calls = []
     monkeypatch.setattr(kernels, "segment_length", lambda *sizes: segment, raising=False)
     monkeypatch.setattr(kernels, "_forward", lambda *args: calls.append(args) or forward(*args))
     call(*arguments)
@@ -203,26 +227,33 @@ def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
 def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     """Triton launches on the current device, so nothing else may launch a kernel."""
     entered = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: entered.append(device) or nullcontext()
+    )
     kernel = {(3,): lambda *args, **options: entered.append((*args, options))}
     with FakeTensorMode():
         x = torch.empty(2, device="cuda:1")
     launcher(kernel, (3,))(None, x, meta=Meta(K=2), num_warps=1)
-    assert entered == [torch.device("cuda:1"), (None, x, compiled(Meta(K=2)), {"num_warps": 1, "maxnreg": 255})]
+    assert entered == [
+        torch.device("cuda:1"),
+        (None, x, compiled(Meta(K=2)), {"num_warps": 1, "maxnreg": 255}),
+    ]
     sources = {path: path.read_text() for path in Path(ops.__file__).parent.rglob("*.py")}
-    assert [path.name for path, source in sources.items() if re.search(r"kernel\[", source)] == ["launch.py"]
+    assert [path.name for path, source in sources.items() if re.search(r"kernel\[", source)] == [
+        "launch.py"
+    ]
 
 
 def test_auto_takes_no_kernel_on_amd_gpus_and_says_so_once(monkeypatch):
     with FakeTensorMode():
         q = torch.empty(1, 2, 1, 4, device="cuda")
     assert choose_backend("auto", q, None) == "triton"
-    contract._is_amd.cache_clear()
+    dispatch._is_amd.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.warns(UserWarning, match="AMD") as warned:
         assert [choose_backend("auto", q, None) for _ in range(2)] == ["chunk", "chunk"]
     assert len(warned) == 1
-    contract._is_amd.cache_clear()
+    dispatch._is_amd.cache_clear()
 
 
 def test_kernels_compile_ahead_of_time_without_spills():
@@ -245,7 +276,9 @@ def test_kernels_compile_ahead_of_time_without_spills():
     )
     lines = kernel_report("--only", *usual, "--arch", "sm_90", "--processes", "1")
     source = "".join(path.read_text() for path in Path(ops.__file__).parent.rglob("*.py"))
-    assert {line["kernel"] for line in lines} == set(re.findall(r"@triton.jit\ndef (\w+_kernel)\(", source))
+    assert {line["kernel"] for line in lines} == set(
+        re.findall(r"@triton.jit\ndef (\w+_kernel)\(", source)
+    )
     assert {line["sm"] for line in lines} == {"sm_90"}
     assert {line["spilled"] for line in lines if not line["kernel"].startswith("held")} == {"0"}
     assert all(int(line["blocks"]) > 0 for line in lines)

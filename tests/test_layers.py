@@ -32,7 +32,8 @@ def test_convolution_equals_its_definition(kernel_size, bias):
 def test_parts_with_a_state_equal_the_whole(parts):
     convolution, x = make()
     whole, last = convolution(x)
-    outputs, state = [], None
+    outputs = []
+    state = None
     for part in x.split(parts, dim=1):
         y, state = convolution(part, state)
         outputs.append(y)
@@ -44,12 +45,16 @@ def test_parts_with_a_state_equal_the_whole(parts):
 def test_packed_sequences_do_not_see_each_other(bounds):
     convolution, x = make()
     packed, _ = convolution(x[:1], cu_seqlens=torch.tensor(bounds))
-    apart = [convolution(x[:1, start:end])[0] for start, end in zip(bounds, bounds[1:]) if end > start]
+    apart = [
+        convolution(x[:1, start:end])[0] for start, end in zip(bounds, bounds[1:]) if end > start
+    ]
     assert_close(packed, torch.cat(apart, 1))
     for start, end in zip(bounds, bounds[1:]):  # not even what is no number
         foreign = torch.ones(20, dtype=torch.bool)
         foreign[start:end] = False
-        y, _ = convolution(x[:1].masked_fill(foreign[:, None], torch.nan), cu_seqlens=torch.tensor(bounds))
+        y, _ = convolution(
+            x[:1].masked_fill(foreign[:, None], torch.nan), cu_seqlens=torch.tensor(bounds)
+        )
         assert torch.equal(y[:, start:end], packed[:, start:end])
 
 
@@ -67,7 +72,8 @@ def test_padding_on_either_side_is_no_token(real):
 
 
 def test_groups_are_normed_apart():
-    x, norm = torch.randn(3, 8).double(), GroupRMSNorm(8, 2, eps=1e-6).double()
+    x = torch.randn(3, 8).double()
+    norm = GroupRMSNorm(8, 2, eps=1e-6).double()
     torch.nn.init.normal_(norm.weight)
     single = RMSNorm(4, eps=1e-6).double()
     expected = torch.cat([single(part) for part in x.chunk(2, -1)], -1) * norm.weight
@@ -79,10 +85,13 @@ def test_groups_are_normed_apart():
 def test_a_step_of_a_convolution_in_a_kernel_equals_pytorch_and_updates_the_state(W, silu):
     generator = torch.Generator().manual_seed(0)
     x, state, weight, bias = (
-        torch.randn(shape, generator=generator) for shape in ((2, 1, 300), (2, W - 1, 300), (300, W), (300,))
+        torch.randn(shape, generator=generator)
+        for shape in ((2, 1, 300), (2, W - 1, 300), (300, W), (300,))
     )
     arguments = {"silu": silu, "in_place": True}
-    exact = convolution_step(*map(torch.Tensor.double, (x, state, weight, bias)), **arguments, backend="chunk")
+    exact = convolution_step(
+        *map(torch.Tensor.double, (x, state, weight, bias)), **arguments, backend="chunk"
+    )
     rounded = convolution_step(x, state, weight, bias, **arguments, backend="chunk")
     with torch.no_grad():
         y, after = convolution_step(x, state, weight, bias, **arguments, backend="triton")

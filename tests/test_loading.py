@@ -31,10 +31,14 @@ def change(folder, **fields):
 
 
 def test_whole_models_are_loaded(folder):
-    assert load_model(folder).config.to_dict() == load_config(folder).to_dict() | {"dtype": "float32"}
+    assert load_model(folder).config.to_dict() == load_config(folder).to_dict() | {
+        "dtype": "float32"
+    }
 
 
-@pytest.mark.parametrize("fields", [{"num_labels": 10**9}, {"id2label": dict.fromkeys(map(str, range(20_000)), "x")}])
+@pytest.mark.parametrize(
+    "fields", [{"num_labels": 10**9}, {"id2label": dict.fromkeys(map(str, range(20_000)), "x")}]
+)
 def test_a_config_with_very_many_labels_is_refused_at_once(folder, fields):
     change(folder, **fields)
     with pytest.raises(ValueError, match="must have at most 10,000 labels, got"):
@@ -42,29 +46,49 @@ def test_a_config_with_very_many_labels_is_refused_at_once(folder, fields):
 
 
 @pytest.mark.parametrize(
-    "use", [load_model, load_teacher, LoadingFlags("cpu").load, lambda x: export_model(x, f"{x}-exported")]
+    "use",
+    [
+        load_model,
+        load_teacher,
+        LoadingFlags("cpu").load,
+        lambda x: export_model(x, f"{x}-exported"),
+    ],
 )
 def test_missing_weights_are_refused_by_name(folder, use):
     file = folder / "model.safetensors"
     kept = {name: x for name, x in load_file(file).items() if ".layers.1." not in name}
     save_file(kept, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"must have all weights .* no values for model\.layers\.1\.\S+ .*more"):
+    with pytest.raises(
+        ValueError, match=r"must have all weights .* no values for model\.layers\.1\.\S+ .*more"
+    ):
         use(str(folder))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vocab_size": 65}, r"must have all weights .* got another shape for .*model\.embed_tokens"),
+        (
+            {"vocab_size": 65},
+            r"must have all weights .* got another shape for .*model\.embed_tokens",
+        ),
         ({"vocab_size": 10**9}, r"must have the weights of its config, got .* in files of"),
         (
             {"num_hidden_layers": 10**9, "layer_types": None},
             "must have a tensor for each layer of its config",
         ),
-        ({"text_config": {"n_layer": 10**9}}, "must have a tensor for each layer .* got 1,000,000,000"),
+        (
+            {"text_config": {"n_layer": 10**9}},
+            "must have a tensor for each layer .* got 1,000,000,000",
+        ),
         ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "nope"),
         ({"dtype": "nope"}, "must describe a model that can be built, got AttributeError"),
-        ({"model_type": "nope", "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}}, "custom code"),
+        (
+            {
+                "model_type": "nope",
+                "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"},
+            },
+            "custom code",
+        ),
     ],
 )
 def test_a_config_unlike_its_weights_is_refused_before_they_are_made(folder, fields, message):
@@ -77,5 +101,7 @@ def test_an_index_of_weights_names_files_of_its_folder(folder):
     (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
     index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"weight_map must name files in the folder .* got \.\./model\.safetensors"):
+    with pytest.raises(
+        ValueError, match=r"weight_map must name files in the folder .* got \.\./model\.safetensors"
+    ):
         load_model(folder)

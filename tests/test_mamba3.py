@@ -14,9 +14,12 @@ from hf_memory.ops import linear_attention
 
 def made():
     """A layer in float64 whose parameters are all of size one, and a text."""
-    mixer, generator = make_model(CASE["mamba3"]).double().model.layers[0].mixer, torch.Generator().manual_seed(0)
+    mixer = make_model(CASE["mamba3"]).double().model.layers[0].mixer
+    generator = torch.Generator().manual_seed(0)
     for parameter in mixer.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += 0.3 * torch.randn(
+            parameter.shape, generator=generator, dtype=torch.float64
+        )
     return mixer, torch.randn(2, 13, SIZES["hidden_size"], generator=generator, dtype=torch.float64)
 
 
@@ -32,15 +35,20 @@ def turned(x, angle):
 @torch.no_grad()
 def test_a_layer_is_its_equations_one_token_at_a_time():
     mixer, tokens = made()
-    heads, K, V = mixer.num_output_heads, mixer.head_dim, mixer.value_dim
-    S, last, angle = torch.zeros(2, heads, K, V).double(), torch.zeros(2, heads, K, V).double(), 0.0
+    heads = mixer.num_output_heads
+    K = mixer.head_dim
+    V = mixer.value_dim
+    S = torch.zeros(2, heads, K, V).double()
+    last = torch.zeros(2, heads, K, V).double()
+    angle = 0.0
     outputs = []
     for x in tokens.unbind(1):
         q, k = (
             norm(proj(x).unflatten(-1, (-1, K)))
             for norm, proj in ((mixer.q_norm, mixer.q_proj), (mixer.k_norm, mixer.k_proj))
         )
-        value, share = mixer.v_proj(x).unflatten(-1, (-1, V)), mixer.share_proj(x).sigmoid()[..., None, None]
+        value = mixer.v_proj(x).unflatten(-1, (-1, V))
+        share = mixer.share_proj(x).sigmoid()[..., None, None]
         step = F.softplus(mixer.decay.proj(x) + mixer.decay.dt_bias)
         decay = torch.exp(-step * F.softplus(mixer.decay.rate_proj(x)))[..., None, None]
         angle = angle + math.pi * step[..., None] * mixer.angle_proj(x).tanh()[:, None]
@@ -49,7 +57,11 @@ def test_a_layer_is_its_equations_one_token_at_a_time():
             for y, bias in ((q, mixer.q_bias), (k, mixer.k_bias))
         )
         new = k[..., None] * value[..., None, :]
-        S = decay * S + decay * step[..., None, None] * (1 - share) * last + step[..., None, None] * share * new
+        S = (
+            decay * S
+            + decay * step[..., None, None] * (1 - share) * last
+            + step[..., None, None] * share * new
+        )
         last = new
         o = torch.einsum("bhkv,bhk->bhv", S, q) + mixer.D[:, None] * value
         outputs.append(mixer.o_proj(o.flatten(1) * F.silu(mixer.g_proj(x))))
@@ -59,8 +71,12 @@ def test_a_layer_is_its_equations_one_token_at_a_time():
 @torch.no_grad()
 def test_many_turns_lose_no_more_than_a_few():
     mixer, _ = made()
-    mixer.decay.dt_bias += 20  # steps of 20: tokens turn by up to ten whole turns, so that a long text needs no time
-    x = torch.randn(1, 4096, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).double()
+    mixer.decay.dt_bias += (
+        20  # steps of 20: tokens turn by up to ten whole turns, so that a long text needs no time
+    )
+    x = torch.randn(
+        1, 4096, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)
+    ).double()
     expected = mixer(x)[0]
     lost = (mixer.float()(x.float())[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert lost[:, -1024:].mean() < 4 * lost[:, :256].mean()
@@ -69,10 +85,13 @@ def test_many_turns_lose_no_more_than_a_few():
 @torch.no_grad()
 def test_without_trapezoid_and_rotation_it_is_mamba_2():
     mixer, x = made()
-    mixer.share_proj.forward = lambda x: x.new_full((*x.shape[:2], mixer.num_output_heads), torch.inf)
+    mixer.share_proj.forward = lambda x: x.new_full(
+        (*x.shape[:2], mixer.num_output_heads), torch.inf
+    )
     mixer.angle_proj.weight.zero_()
     q, k, v, _ = mixer.project(x, Context(None, None, None, {}))
-    q, k = q + mixer.q_bias, k + mixer.k_bias
+    q = q + mixer.q_bias
+    k = k + mixer.k_bias
     g, steps = mixer.decay(x)
     o = linear_attention(q, k, steps[..., None] * v, g, scale=1.0)[0] + mixer.D[:, None] * v
     assert_close(mixer(x)[0], mixer.o_proj(o.flatten(2) * F.silu(mixer.g_proj(x))))
@@ -97,12 +116,27 @@ def their_weights():
         "dt_bias": (8,),
         "D": (8,),
     }
-    shapes |= {f"{x}_{y}": shape for x in "BC" for y, shape in (("bias", (8, 1, 16)), ("norm.weight", (16,)))}
-    shapes = {f"backbone.layers.{i}.mixer.{name}": shape for i in range(2) for name, shape in shapes.items()}
+    shapes |= {
+        f"{x}_{y}": shape
+        for x in "BC"
+        for y, shape in (("bias", (8, 1, 16)), ("norm.weight", (16,)))
+    }
+    shapes = {
+        f"backbone.layers.{i}.mixer.{name}": shape
+        for i in range(2)
+        for name, shape in shapes.items()
+    }
     shapes |= {f"backbone.layers.{i}.norm.weight": (32,) for i in range(2)}
-    shapes |= {"backbone.embeddings.weight": (64, 32), "backbone.norm_f.weight": (32,), "lm_head.weight": (64, 32)}
+    shapes |= {
+        "backbone.embeddings.weight": (64, 32),
+        "backbone.norm_f.weight": (32,),
+        "lm_head.weight": (64, 32),
+    }
     generator = torch.Generator().manual_seed(0)
-    return {name: (0.3 * torch.randn(*shape, generator=generator)).double() for name, shape in shapes.items()}
+    return {
+        name: (0.3 * torch.randn(*shape, generator=generator)).double()
+        for name, shape in shapes.items()
+    }
 
 
 def norm(x, weight):
@@ -111,11 +145,17 @@ def norm(x, weight):
 
 def their_layer(w, x):
     """One head of one token after the other, from the published step."""
-    z, v, k, q, dt, rate, trap, angles = (x @ w["in_proj.weight"].T).split([64, 64, 32, 32, 8, 8, 8, 4], -1)
-    q, k = (norm(y.unflatten(-1, (2, 16)), w[f"{name}_norm.weight"]) for name, y in (("C", q), ("B", k)))
+    z, v, k, q, dt, rate, trap, angles = (x @ w["in_proj.weight"].T).split(
+        [64, 64, 32, 32, 8, 8, 8, 4], -1
+    )
+    q, k = (
+        norm(y.unflatten(-1, (2, 16)), w[f"{name}_norm.weight"]) for name, y in (("C", q), ("B", k))
+    )
     outputs = torch.zeros(*x.shape[:2], 8, 8, dtype=x.dtype)
     for h in range(8):
-        S, before, angle = torch.zeros(len(x), 16, 8).double(), torch.zeros(len(x), 16, 8).double(), 0.0
+        S = torch.zeros(len(x), 16, 8).double()
+        before = torch.zeros(len(x), 16, 8).double()
+        angle = 0.0
         for t in range(x.shape[1]):
             step = F.softplus(dt[:, t, h] + w["dt_bias"][h])
             angle = angle + math.pi * step[:, None] * angles[:, t].tanh()
@@ -123,12 +163,13 @@ def their_layer(w, x):
                 turned((y[:, t, h // 4] + w[f"{name}_bias"][h, 0])[:, None], angle[:, None])[:, 0]
                 for name, y in (("C", q), ("B", k))
             )
-            alpha, share = (-step * F.softplus(rate[:, t, h])).exp(), trap[:, t, h].sigmoid()
+            alpha = (-step * F.softplus(rate[:, t, h])).exp()
+            share = trap[:, t, h].sigmoid()
             value = v[:, t, 8 * h : 8 * h + 8]
             now = write[:, :, None] * value[:, None]
-            S = (alpha[:, None, None] * S + (alpha * step * (1 - share))[:, None, None] * before) + (step * share)[
-                :, None, None
-            ] * now
+            S = (
+                alpha[:, None, None] * S + (alpha * step * (1 - share))[:, None, None] * before
+            ) + (step * share)[:, None, None] * now
             before = now
             outputs[:, t, h] = torch.einsum("bkv,bk->bv", S, read) + w["D"][h] * value
     return (outputs.flatten(2) * F.silu(z)) @ w["out_proj.weight"].T
@@ -136,11 +177,14 @@ def their_layer(w, x):
 
 @torch.no_grad()
 def test_published_weights_are_imported():
-    weights, tokens = their_weights(), torch.arange(3, 31).view(2, 14)
+    weights = their_weights()
+    tokens = torch.arange(3, 31).view(2, 14)
     x = weights["backbone.embeddings.weight"][tokens]
     for i in range(2):
         own = {
-            n.removeprefix(f"backbone.layers.{i}.mixer."): y for n, y in weights.items() if f"layers.{i}.mixer." in n
+            n.removeprefix(f"backbone.layers.{i}.mixer."): y
+            for n, y in weights.items()
+            if f"layers.{i}.mixer." in n
         }
         inputs = norm(x, weights[f"backbone.layers.{i}.norm.weight"])
         mixed = their_layer(own, inputs)

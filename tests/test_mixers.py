@@ -13,7 +13,9 @@ T = 11
 
 def memories(case):
     model = make_model(case).double()
-    return model, [layer.mixer for layer in model.model.layers if isinstance(layer.mixer, MemoryMixer)]
+    return model, [
+        layer.mixer for layer in model.model.layers if isinstance(layer.mixer, MemoryMixer)
+    ]
 
 
 WITH_MEMORY = [case for case in CASES if memories(case)[1]]
@@ -23,9 +25,14 @@ every_mixer = pytest.mark.parametrize("case", WITH_MEMORY, ids=[case.name for ca
 def read(case, *parts, rows=slice(None), mask=None, x=None):
     """Output and states of a case's first memory after so many tokens at a time of [2, T, hidden_size], or of x."""
     model, (mixer, *_) = memories(case)
-    tokens = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(0)).double() if x is None else x
+    tokens = (
+        torch.randn(2, T, 32, generator=torch.Generator().manual_seed(0)).double()
+        if x is None
+        else x
+    )
     positions = model.model.rotary_emb(tokens, torch.arange(T)[None])
-    cache, outputs = DynamicCache(config=model.config), []
+    cache = DynamicCache(config=model.config)
+    outputs = []
     for part in parts:
         mine = None if mask is None else mask[:, part]
         angles = tuple(angle[:, part] for angle in positions)
@@ -46,22 +53,29 @@ def test_parts_leave_the_states_of_the_whole(case):
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_what_stands_at_padding_reaches_nothing(case, side):
-    real, mask = slice(3, T) if side == "left" else slice(T - 3), torch.ones(2, T, dtype=torch.bool)
+    real = slice(3, T) if side == "left" else slice(T - 3)
+    mask = torch.ones(2, T, dtype=torch.bool)
     mask[1] = False
     mask[1, real] = True
     tokens = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(0)).double()
-    padded, states, growing = read(case, slice(T), mask=mask, x=tokens.masked_fill(~mask[..., None], torch.nan))
+    padded, states, growing = read(
+        case, slice(T), mask=mask, x=tokens.masked_fill(~mask[..., None], torch.nan)
+    )
     alone, expected, _ = read(case, real, rows=slice(1, 2))
     assert_close(padded[1:, real], alone)
     fixed = expected.keys() - growing  # padding has a place in what grows
-    assert_close({name: states[name][1:] for name in fixed}, {name: expected[name] for name in fixed})
+    assert_close(
+        {name: states[name][1:] for name in fixed}, {name: expected[name] for name in fixed}
+    )
 
 
 @torch.no_grad()
 def test_the_first_values_of_rwkv7_are_those_of_its_first_memory_layer():
     """Layers before it, which have attention, change nothing: the same memory layers without them give the same."""
     hybrid = (
-        make_model(CASE["rwkv7"], num_hidden_layers=3, layer_types=["full_attention", "memory", "memory"])
+        make_model(
+            CASE["rwkv7"], num_hidden_layers=3, layer_types=["full_attention", "memory", "memory"]
+        )
         .double()
         .model
     )
@@ -70,7 +84,10 @@ def test_the_first_values_of_rwkv7_are_those_of_its_first_memory_layer():
         mine.load_state_dict(theirs.state_dict())
     outputs = []
     for layers in (hybrid.layers[1:], alone.layers):
-        x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0)).double(), torch.zeros(1, T, 32).double()
+        x = (
+            torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0)).double(),
+            torch.zeros(1, T, 32).double(),
+        )
         for layer in layers:
             x = layer(*x)
         outputs.append(x)

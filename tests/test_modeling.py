@@ -42,13 +42,16 @@ from hf_memory.mixers.attention import AttentionMixer
 
 
 def test_every_family_has_a_case():
-    assert {case.model_type for case in CASES} == {family.config.model_type for family in hf_memory.FAMILIES}
+    assert {case.model_type for case in CASES} == {
+        family.config.model_type for family in hf_memory.FAMILIES
+    }
 
 
 @every_case
 @torch.no_grad()
 def test_step_by_step_equals_full_forward(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 11)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 11)
     full = model(tokens).logits
     cache = DynamicCache(config=model.config)
     steps = [model(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(11)]
@@ -59,7 +62,8 @@ def test_step_by_step_equals_full_forward(case):
 @every_case
 @torch.no_grad()
 def test_any_split_of_a_prefill_equals_the_whole(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 70)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 70)
     full = model(tokens).logits
     for splits in ((70,), (1, 63, 6), (3, 66, 1)):
         cache = DynamicCache(config=model.config)
@@ -74,7 +78,9 @@ def test_padded_rows_equal_rows_alone(case, side):
     model = make_model(case).double()
     rows = [random_tokens(1, length, seed=length) for length in (9, 5, 1)]
     tokens, mask = _pad(rows, side, model)
-    given = [mask] if side == "left" else [mask.float(), None]  # lm-eval gives none where padding is what follows
+    given = (
+        [mask] if side == "left" else [mask.float(), None]
+    )  # lm-eval gives none where padding is what follows
     for logits in (model(tokens, attention_mask=x).logits for x in given):
         for i, row in enumerate(rows):
             assert_close(logits[i][mask[i].bool()], model(row).logits[0])
@@ -89,18 +95,23 @@ def test_a_padded_cache_continues_as_rows_alone(case):
     cache = DynamicCache(config=model.config)
     model(tokens, attention_mask=mask, past_key_values=cache)
     mask = torch.cat([mask, mask.new_ones(2, 2)], 1)
-    logits = model(torch.cat([row[:, -2:] for row in rows]), attention_mask=mask, past_key_values=cache).logits
+    logits = model(
+        torch.cat([row[:, -2:] for row in rows]), attention_mask=mask, past_key_values=cache
+    ).logits
     for i, row in enumerate(rows):
         assert_close(logits[i], model(row).logits[0, -2:])
 
 
 def _pad(rows, side, model):
     length = max(row.shape[1] for row in rows)
-    tokens = torch.full((len(rows), length), 7)  # not the pad token, whose embedding is zero and hides mistakes
+    tokens = torch.full(
+        (len(rows), length), 7
+    )  # not the pad token, whose embedding is zero and hides mistakes
     mask = torch.zeros(len(rows), length, dtype=torch.long)
     for i, row in enumerate(rows):
         place = slice(length - row.shape[1], None) if side == "left" else slice(row.shape[1])
-        tokens[i, place], mask[i, place] = row[0], 1
+        tokens[i, place] = row[0]
+        mask[i, place] = 1
     return tokens, mask
 
 
@@ -111,7 +122,12 @@ CU_SEQLENS = torch.tensor([0, 6, 7, 11], dtype=torch.int32)
 PACKINGS = {
     "position_ids": {"position_ids": POSITIONS},
     "seq_idx": {"seq_idx": SEQ_IDX},
-    "cu_seq_lens": {"cu_seq_lens_q": CU_SEQLENS, "cu_seq_lens_k": CU_SEQLENS, "max_length_q": 6, "max_length_k": 6},
+    "cu_seq_lens": {
+        "cu_seq_lens_q": CU_SEQLENS,
+        "cu_seq_lens_k": CU_SEQLENS,
+        "max_length_q": 6,
+        "max_length_k": 6,
+    },
     "empty sequences": {"cu_seq_lens_q": CU_SEQLENS[[0, 0, 1, 2, 2, 2, 3, 3]]},
     "all": {"position_ids": POSITIONS, "seq_idx": SEQ_IDX, "cu_seq_lens_q": CU_SEQLENS},
     "all ones": {"seq_idx": SEQ_IDX, "attention_mask": torch.ones(1, 11, dtype=torch.long)},
@@ -121,7 +137,8 @@ PACKINGS = {
 @every_case
 @torch.no_grad()
 def test_packed_rows_equal_rows_apart(case):
-    model, tokens = make_model(case).double(), random_tokens(1, 11)
+    model = make_model(case).double()
+    tokens = random_tokens(1, 11)
     apart = torch.cat([model(row).logits for row in tokens.split(LENGTHS, dim=1)], 1)
     for said in PACKINGS.values():
         assert_close(model(tokens, **said).logits, apart)
@@ -130,7 +147,9 @@ def test_packed_rows_equal_rows_apart(case):
 @every_case
 @torch.no_grad()
 def test_no_packed_text_changes_another_whatever_positions_say(case):
-    model, tokens, whole = make_model(case).double(), random_tokens(1, 11), torch.arange(11)[None]
+    model = make_model(case).double()
+    tokens = random_tokens(1, 11)
+    whole = torch.arange(11)[None]
     other = tokens.clone()
     other[:, :6] = random_tokens(1, 6, seed=1)
     for said in ({"seq_idx": SEQ_IDX}, {"cu_seq_lens_q": CU_SEQLENS}):
@@ -143,7 +162,8 @@ def test_no_packed_text_changes_another_whatever_positions_say(case):
 @torch.no_grad()
 def test_positions_that_jump_ahead_are_one_text(case):
     """As in training for more positions than there are tokens (PoSE)."""
-    model, tokens = make_model(case).double(), random_tokens(1, 11)
+    model = make_model(case).double()
+    tokens = random_tokens(1, 11)
     positions = torch.tensor([[0, 1, 2, 5, 6, 7, 20, 21, 22, 23, 40]])
     cache = DynamicCache(config=model.config)
     logits = model(tokens, position_ids=positions).logits
@@ -161,7 +181,8 @@ def test_attention_without_masks_is_told_what_is_packed():
         return torch.zeros_like(q).transpose(1, 2), None
 
     AttentionInterface.register("told", attention)
-    model, tokens = make_model(CASE["linear-full"]), random_tokens(1, 11)
+    model = make_model(CASE["linear-full"])
+    tokens = random_tokens(1, 11)
     model.set_attn_implementation("told")
     model(tokens, position_ids=POSITIONS)
     assert torch.equal(told[-1]["cu_seq_lens_q"], CU_SEQLENS)
@@ -174,7 +195,8 @@ def test_attention_without_masks_is_told_what_is_packed():
 @every_case
 @torch.no_grad()
 def test_packed_rows_in_a_batch_stay_apart(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 6)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 6)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]])
     packed = model(tokens, position_ids=positions).logits
     apart = [torch.cat([model(part).logits for part in row.split(n, dim=1)], 1)
@@ -186,7 +208,8 @@ def test_packed_rows_in_a_batch_stay_apart(case):
 @torch.no_grad()
 def test_what_is_no_number_stays_in_its_packed_sequence(case):
     """Attention hides other sequences by weights of zero, and zero times NaN is NaN."""
-    model, others = make_model(case).double(), SEQ_IDX != 1
+    model = make_model(case).double()
+    others = SEQ_IDX != 1
     x = model.get_input_embeddings()(random_tokens(1, 11))
     broken = x.masked_fill(~others[..., None], torch.nan)
     logits, expected = (model(inputs_embeds=y, **PACKINGS["all"]).logits for y in (broken, x))
@@ -197,11 +220,15 @@ def test_what_is_no_number_stays_in_its_packed_sequence(case):
 @every_case
 @torch.no_grad()
 def test_what_is_no_number_at_padding_reaches_no_token(case):
-    model, mask = make_model(case).double(), torch.ones(3, 11, dtype=torch.bool)
-    mask[1, :4], mask[2, -4:] = False, False
+    model = make_model(case).double()
+    mask = torch.ones(3, 11, dtype=torch.bool)
+    mask[1, :4] = False
+    mask[2, -4:] = False
     x = model.get_input_embeddings()(random_tokens(3, 11))
     broken = x.masked_fill(~mask[..., None], torch.nan)
-    logits, expected = (model(inputs_embeds=y, attention_mask=mask.long()).logits[mask] for y in (broken, x))
+    logits, expected = (
+        model(inputs_embeds=y, attention_mask=mask.long()).logits[mask] for y in (broken, x)
+    )
     assert_close(logits, expected)
 
 
@@ -212,40 +239,54 @@ def test_a_mask_of_pairs_is_refused(case):
 
 
 def test_attention_alone_takes_a_mask_of_pairs_which_says_what_is_packed():
-    model, tokens = make_model(CASES[0], layer_types=2 * ["full_attention"]).double(), random_tokens(1, 11)
+    model = make_model(CASES[0], layer_types=2 * ["full_attention"]).double()
+    tokens = random_tokens(1, 11)
     together = SEQ_IDX[0] == SEQ_IDX[0][:, None]
     mask = together.tril()[None, None]
-    packed = model(tokens, position_ids=POSITIONS, attention_mask=mask, cu_seq_lens_q=CU_SEQLENS).logits
+    packed = model(
+        tokens, position_ids=POSITIONS, attention_mask=mask, cu_seq_lens_q=CU_SEQLENS
+    ).logits
     assert_close(packed, model(tokens, position_ids=POSITIONS).logits)
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5)])
 def test_nothing_to_read_is_refused(shape):
-    with pytest.raises(ValueError, match="input_ids must have at least one row and one token, got shape"):
+    with pytest.raises(
+        ValueError, match="input_ids must have at least one row and one token, got shape"
+    ):
         make_model(CASES[0])(random_tokens(*shape))
 
 
 @every_family
 @pytest.mark.parametrize("length", [1, 4, 6, 8])
 def test_a_mask_of_another_length_is_refused(case, length):
-    model, mask = make_model(case), torch.ones(1, length, dtype=torch.long)
+    model = make_model(case)
+    mask = torch.ones(1, length, dtype=torch.long)
     model(
         random_tokens(1, 3),
         attention_mask=mask[:, :3].new_ones(1, 3),
         past_key_values=(cache := model.model.new_cache()),
     )
-    with pytest.raises(ValueError, match=rf"attention_mask must be \[B, past \+ T\], .* got shape \(1, {length}\)"):
+    with pytest.raises(
+        ValueError, match=rf"attention_mask must be \[B, past \+ T\], .* got shape \(1, {length}\)"
+    ):
         model(random_tokens(1, 2), attention_mask=mask, past_key_values=cache)
-    with pytest.raises(ValueError, match=rf"attention_mask must be \[B, past \+ T\], .* got shape \(1, {length}\)"):
+    with pytest.raises(
+        ValueError, match=rf"attention_mask must be \[B, past \+ T\], .* got shape \(1, {length}\)"
+    ):
         model(random_tokens(1, 7), attention_mask=mask, chunk_length=2)
 
 
 @pytest.mark.parametrize("argument", ["cu_seq_lens_q", "attention_mask", "cache"])
 def test_contradictory_packing_is_refused(argument):
-    model, tokens = make_model(CASES[0]), random_tokens(1, 11)
+    model = make_model(CASES[0])
+    tokens = random_tokens(1, 11)
     kwargs = {
         "cu_seq_lens_q": {"cu_seq_lens_q": CU_SEQLENS[:-1]},
-        "attention_mask": {"cu_seq_lens_q": CU_SEQLENS, "attention_mask": (torch.arange(11) > 0)[None]},
+        "attention_mask": {
+            "cu_seq_lens_q": CU_SEQLENS,
+            "attention_mask": (torch.arange(11) > 0)[None],
+        },
         "cache": {"cu_seq_lens_q": CU_SEQLENS, "cache": DynamicCache(config=model.config)},
     }[argument]
     with pytest.raises(ValueError, match=argument):
@@ -253,11 +294,20 @@ def test_contradictory_packing_is_refused(argument):
 
 
 def test_packed_sequences_end_with_their_row():
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q must have the beginning of each row, such as 6, got"):
+    with pytest.raises(
+        ValueError, match=r"cu_seq_lens_q must have the beginning of each row, such as 6, got"
+    ):
         make_model(CASES[0])(random_tokens(2, 6), cu_seq_lens_q=torch.tensor([0, 4, 12]))
 
 
-WIDE = {"A_log", "dt_bias", "D", "projection", "initial_weights", "span"}  # in a model of low precision too
+WIDE = {
+    "A_log",
+    "dt_bias",
+    "D",
+    "projection",
+    "initial_weights",
+    "span",
+}  # in a model of low precision too
 
 
 @every_case
@@ -266,9 +316,13 @@ def test_save_and_load_change_nothing(case, dtype, tmp_path):
     make_model(case).save_pretrained(tmp_path / "float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=dtype)
     model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=dtype, output_loading_info=True
+    )
     assert type(loaded) is type(model)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert not any(
+        info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    )
     theirs = loaded.state_dict()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=0)
@@ -293,20 +347,26 @@ def test_states_stay_float32_in_a_bf16_model(case):
     model = make_model(case).to(torch.bfloat16)
     cache = DynamicCache(config=model.config)
     assert model(random_tokens(1, 5), past_key_values=cache).logits.dtype == torch.bfloat16
-    spec, states = cache.layers[0].spec, cache.layers[0].states
+    spec = cache.layers[0].spec
+    states = cache.layers[0].states
     dtypes = {state.dtype for name, state in states.items() if spec[name].dtype is not None}
     assert {dtype for dtype in dtypes if dtype.is_floating_point} == {torch.float32}
 
 
 @every_family
-@pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize(
+    "auto_class", [AutoModelForSequenceClassification, AutoModelForTokenClassification]
+)
 def test_classification_heads_train_and_ignore_padding(case, auto_class, tmp_path):
     torch.manual_seed(0)
     model = auto_class.from_config(make_config(case, num_labels=3)).eval().double()
-    tokens, length = random_tokens(2, 7), 4
+    tokens = random_tokens(2, 7)
+    length = 4
     tokens[1, length:] = model.config.pad_token_id
     mask = (tokens != model.config.pad_token_id).long()
-    outputs = model(tokens, attention_mask=mask, labels=torch.ones(outputs_shape(auto_class), dtype=torch.long))
+    outputs = model(
+        tokens, attention_mask=mask, labels=torch.ones(outputs_shape(auto_class), dtype=torch.long)
+    )
     outputs.loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if p.requires_grad)
     alone = model(tokens[1:, :length]).logits[0]
@@ -320,17 +380,27 @@ def outputs_shape(auto_class):
 
 @every_case
 def test_every_parameter_gets_a_gradient(case):
-    model, tokens = make_model(case).train(), random_tokens(2, 9)
+    model = make_model(case).train()
+    tokens = random_tokens(2, 9)
     model(tokens, labels=tokens).loss.backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    without = [
+        name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
+    ]
     assert not without
 
 
-@pytest.mark.parametrize("case", [CASE["attention-kept"], CASE["attention-virtual"]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [CASE["attention-kept"], CASE["attention-virtual"]], ids=lambda case: case.name
+)
 def test_lora_learns_in_every_projection_and_merges(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 12)
-    linears = sum(isinstance(module, nn.Linear) for module in model.modules()) - 1  # all but the head
-    updates = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 12)
+    linears = (
+        sum(isinstance(module, nn.Linear) for module in model.modules()) - 1
+    )  # all but the head
+    updates = LoraConfig(
+        r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+    )
     adapted = get_peft_model(model, updates)
     output = adapted(tokens, labels=tokens)
     output.loss.backward()
@@ -345,7 +415,8 @@ def test_lora_learns_in_every_projection_and_merges(case):
 def test_gradient_checkpointing_changes_no_gradient(case):
     gradients = []
     for checkpointing in (False, True):
-        model, tokens = make_model(case).double().train(), random_tokens(2, 9)
+        model = make_model(case).double().train()
+        tokens = random_tokens(2, 9)
         if checkpointing:
             model.gradient_checkpointing_enable()
         model(tokens, labels=tokens).loss.backward()
@@ -356,7 +427,8 @@ def test_gradient_checkpointing_changes_no_gradient(case):
 
 @every_case
 def test_a_row_in_chunks_has_the_gradients_of_the_whole(case):
-    model, tokens = make_model(case).model.double().train(), random_tokens(2, 9)
+    model = make_model(case).model.double().train()
+    tokens = random_tokens(2, 9)
     if not passes_gradients(case):
         with pytest.raises(ValueError, match="chunk_length must be None with"):
             model(tokens, chunk_length=4)
@@ -371,7 +443,8 @@ def test_a_row_in_chunks_has_the_gradients_of_the_whole(case):
 
 
 def test_what_cannot_be_read_in_chunks_is_refused():
-    model, tokens = make_model(CASE["linear-full"]), random_tokens(2, 9)
+    model = make_model(CASE["linear-full"])
+    tokens = random_tokens(2, 9)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
     for given, expected in (
         ({"position_ids": positions}, "packed sequences"),
@@ -388,10 +461,21 @@ def test_what_cannot_be_read_in_chunks_is_refused():
 def test_what_cannot_be_split_over_processes_is_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
-    divisible, stops = make_model(CASE["linear-full"]), make_model(CASE["transformer-segments"])
+    divisible = make_model(CASE["linear-full"])
+    stops = make_model(CASE["transformer-segments"])
     for model, length, given, expected in (
-        (divisible, 9, {"past_key_values": DynamicCache(config=divisible.config)}, "must not be used with a cache"),
-        (divisible, 9, {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])}, "with packed sequences"),
+        (
+            divisible,
+            9,
+            {"past_key_values": DynamicCache(config=divisible.config)},
+            "must not be used with a cache",
+        ),
+        (
+            divisible,
+            9,
+            {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])},
+            "with packed sequences",
+        ),
         (divisible, 3, {}, "a token for each of the 4 processes, got 3"),
         (stops, 9, {}, "must not be used with CompressiveMixer"),
     ):
@@ -402,7 +486,8 @@ def test_what_cannot_be_split_over_processes_is_refused(monkeypatch):
 @every_kind_of_layer
 @torch.no_grad()
 def test_compiled_forward_is_one_graph(case):
-    model, tokens = make_model(case, **one_layer(case)).double(), random_tokens(2, 5)
+    model = make_model(case, **one_layer(case)).double()
+    tokens = random_tokens(2, 5)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits)
@@ -410,7 +495,8 @@ def test_compiled_forward_is_one_graph(case):
 
 @torch.no_grad()
 def test_compiled_forward_runs_through_inductor():
-    model, tokens = make_model(CASES[0], num_hidden_layers=1).double(), random_tokens(2, 9)
+    model = make_model(CASES[0], num_hidden_layers=1).double()
+    tokens = random_tokens(2, 9)
     compiled = torch.compile(model)
     assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits)
 
@@ -418,9 +504,12 @@ def test_compiled_forward_runs_through_inductor():
 @every_case
 @torch.no_grad()
 def test_hidden_states_and_attentions_are_returned(case):
-    model, tokens = make_model(case, attn_implementation="eager"), random_tokens(1, 5)
+    model = make_model(case, attn_implementation="eager")
+    tokens = random_tokens(1, 5)
     outputs = model(tokens, output_hidden_states=True, output_attentions=True)
-    assert [x.shape for x in outputs.hidden_states] == [(1, 5, 32)] * (model.config.num_hidden_layers + 1)
+    assert [x.shape for x in outputs.hidden_states] == [(1, 5, 32)] * (
+        model.config.num_hidden_layers + 1
+    )
     attentions = sum(isinstance(layer.mixer, AttentionMixer) for layer in model.model.layers)
     shown = getattr(model.config, "read_kernel", "softmax") == "softmax"
     assert len(outputs.attentions) == attentions * shown
@@ -429,17 +518,25 @@ def test_hidden_states_and_attentions_are_returned(case):
 @every_family
 def test_the_first_argument_is_the_main_input(case):
     for model_class in (family_of(case).model, family_of(case).causal_lm):
-        assert list(inspect.signature(model_class.forward).parameters)[1] == model_class.main_input_name
+        assert (
+            list(inspect.signature(model_class.forward).parameters)[1]
+            == model_class.main_input_name
+        )
 
 
 @every_case
 @torch.no_grad()
 def test_backends_agree(case):
     """Kernels in float32, which have no float64."""
-    model, tokens = make_model(case, **one_layer(case)), random_tokens(1, 10)
+    model = make_model(case, **one_layer(case))
+    tokens = random_tokens(1, 10)
     rounded = model(tokens).logits
     model.config.mixer_backend = "triton"
-    with nullcontext() if case.has_kernels else pytest.raises(ValueError, match="has no kernel for this call"):
+    with (
+        nullcontext()
+        if case.has_kernels
+        else pytest.raises(ValueError, match="has no kernel for this call")
+    ):
         from_kernels = model(tokens).logits
     model.double().config.mixer_backend = "chunk"
     expected = model(tokens).logits
@@ -478,15 +575,25 @@ BAD_CONFIGS = [
 def test_bad_config_is_refused_by_name(case, options, name):
     with pytest.raises(Exception, match=name) as error:  # the strict dataclass wraps our ValueError
         make_config(case, **options)
-    assert "expected" in str(error.value) or "must" in str(error.value) or "multiple" in str(error.value)
+    assert (
+        "expected" in str(error.value)
+        or "must" in str(error.value)
+        or "multiple" in str(error.value)
+    )
 
 
 @every_family
 def test_each_number_of_a_config_has_a_range(case):
     kinds = {name: str(x.type) for name, x in family_of(case).config.__dataclass_fields__.items()}
-    names = [name for name in make_config(case).numbers if re.match(r"(<class ')?(int|float)", kinds[name])]
+    names = [
+        name
+        for name in make_config(case).numbers
+        if re.match(r"(<class ')?(int|float)", kinds[name])
+    ]
     assert len(names) > 20
-    for name, number in itertools.product(names, (-1, 2**63, -1.0, 1e31, float("nan"), float("inf"))):
+    for name, number in itertools.product(
+        names, (-1, 2**63, -1.0, 1e31, float("nan"), float("inf"))
+    ):
         with pytest.raises(Exception, match=name):
             make_config(case, **{name: number})
 
@@ -497,7 +604,8 @@ def test_a_cache_of_another_config_is_refused():
 
 
 def test_both_or_neither_kind_of_input_is_refused():
-    model, tokens = make_model(CASES[0]), random_tokens(1, 3)
+    model = make_model(CASES[0])
+    tokens = random_tokens(1, 3)
     with pytest.raises(ValueError, match="input_ids"):
         model(tokens, inputs_embeds=model.get_input_embeddings()(tokens))
     with pytest.raises(ValueError, match="input_ids"):
@@ -521,7 +629,9 @@ finite = hf_memory.LinearTransformerForCausalLM(config)(torch.tensor([[1, 2, 3]]
 ops = [name for name in sys.modules if name.startswith("hf_memory.ops.")]
 print(json.dumps([finite, ops, sorted(CONFIG_MAPPING._extra_content), list(CONFIG_MAPPING_NAMES)]))
 """
-    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
     finite, ops, added, theirs = json.loads(printed)
     assert finite
     assert "hf_memory.ops.delta_rule.chunk" in ops
@@ -534,7 +644,8 @@ print(json.dumps([finite, ops, sorted(CONFIG_MAPPING._extra_content), list(CONFI
 @torch.no_grad()
 def test_weights_may_be_elsewhere_until_their_module_runs(case):
     """As where a device_map spills to CPU or disk: whoever owns a parameter uses it in its own forward."""
-    model, tokens = make_model(case).double(), random_tokens(1, 9)
+    model = make_model(case).double()
+    tokens = random_tokens(1, 9)
     expected = model(tokens).logits
     cpu_offload(model, torch.device("cpu"), offload_buffers=True)
     assert all(p.is_meta for p in model.parameters())
@@ -546,9 +657,11 @@ def test_weights_may_be_elsewhere_until_their_module_runs(case):
 @every_family
 @torch.no_grad()
 def test_logits_are_made_where_they_are_asked_for(case):
-    model, tokens = make_model(case).double(), random_tokens(2, 5)
+    model = make_model(case).double()
+    tokens = random_tokens(2, 5)
     full = model(tokens).logits
-    places, mask = torch.tensor([[0], [3]]), torch.tensor([[True, False, False, False, True], [False] * 5])
+    places = torch.tensor([[0], [3]])
+    mask = torch.tensor([[True, False, False, False, True], [False] * 5])
     asked = {
         0: full,
         2: full[:, 3:],
@@ -562,7 +675,8 @@ def test_logits_are_made_where_they_are_asked_for(case):
 
 @every_family
 def test_auto_classes_find_the_family(case):
-    family, config = family_of(case), make_config(case)
+    family = family_of(case)
+    config = make_config(case)
     assert type(AutoModelForCausalLM.from_config(config)) is family.causal_lm
     assert type(AutoModelForTokenClassification.from_config(config)) is family.token_classifier
     assert family.causal_lm.can_generate()
@@ -574,11 +688,15 @@ def test_plans_name_what_a_model_has(case):
     names = {*model.state_dict(), *(name for name, _ in model.named_modules())}
     assert set(model.tp_plan) <= {re.sub(r"\.\d+\.", ".*.", name) for name in names}
     assert len(model.tp_plan) > 8
-    assert model._keep_in_fp32_modules_strict == WIDE & {part for name in names for part in name.split(".")}
+    assert model._keep_in_fp32_modules_strict == WIDE & {
+        part for name in names for part in name.split(".")
+    }
 
 
 LEVELS = [
-    case for case in CASES if any(getattr(layer.mixer, "has_levels", False) for layer in make_model(case).model.layers)
+    case
+    for case in CASES
+    if any(getattr(layer.mixer, "has_levels", False) for layer in make_model(case).model.layers)
 ]
 
 
@@ -586,13 +704,20 @@ LEVELS = [
 @torch.no_grad()
 def test_a_trained_model_becomes_log_linear_without_change(case, tmp_path):
     """With every gate: blocks whose weights have not learned weigh one; with others the model is another."""
-    model, tokens = make_model(case, levels="one").double(), random_tokens(2, 11)
+    model = make_model(case, levels="one").double()
+    tokens = random_tokens(2, 11)
     expected = model(tokens).logits
     model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, levels="log", output_loading_info=True)
-    assert {name.split(".level_weights.")[1] for name in info["missing_keys"]} == {"proj.weight", "proj.bias"}
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, levels="log", output_loading_info=True
+    )
+    assert {name.split(".level_weights.")[1] for name in info["missing_keys"]} == {
+        "proj.weight",
+        "proj.bias",
+    }
     assert_close(loaded(tokens).logits, expected)
-    learned, cache = make_model(case, levels="log").double(), DynamicCache(config=loaded.config)
+    learned = make_model(case, levels="log").double()
+    cache = DynamicCache(config=loaded.config)
     full = learned(tokens).logits
     assert (full - expected).abs().max() > 0.1 * expected.abs().max()
     parts = [learned(part, past_key_values=cache).logits for part in tokens.split((3, 1, 7), dim=1)]

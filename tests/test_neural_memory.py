@@ -24,8 +24,21 @@ PER_TOKEN = (
     "earlier",
     "mask",
 )
-TTT = {"residual": True, "norm": True, "bias": True, "momentum": False, "decay": False, "activation": "gelu_tanh"}
-MIRAS = {"residual": True, "norm": True, "momentum": False, "forget_to": "zero", "activation": "gelu"}
+TTT = {
+    "residual": True,
+    "norm": True,
+    "bias": True,
+    "momentum": False,
+    "decay": False,
+    "activation": "gelu_tanh",
+}
+MIRAS = {
+    "residual": True,
+    "norm": True,
+    "momentum": False,
+    "forget_to": "zero",
+    "activation": "gelu",
+}
 OPTIONS = {
     "titans": {},
     "no momentum": {"momentum": False},
@@ -38,7 +51,13 @@ OPTIONS = {
     "ttt": TTT,
     "moneta": {**MIRAS, "loss": "cubed", "retention": "norm"},
     "yaad": {**MIRAS, "loss": "huber"},
-    "memora": {**MIRAS, "retention": "softmax", "forget_to": "initial", "momentum": True, "bias": True},
+    "memora": {
+        **MIRAS,
+        "retention": "softmax",
+        "forget_to": "initial",
+        "momentum": True,
+        "bias": True,
+    },
     "atlas": {"muon": True, "earlier": 2, "activation": "gelu", "forget_to": "zero"},
     "omega": {"earlier": 1, "bias": True, "momentum": False},
     "all": {**TTT, "momentum": True, "decay": True, "forget_to": "initial"},
@@ -77,8 +96,11 @@ def run(arguments, backend):
     """Outputs, final state, and gradients of a random function of both for every tensor; None is zero."""
     arguments = tree_map(lambda x: x.detach().requires_grad_() if is_real(x) else x, arguments)
     o, state = neural_memory(**arguments, backend=backend, output_final_state=True)
-    outputs, generator = [o, *state[:3]], torch.Generator().manual_seed(1)
-    total = sum((torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum() for x in outputs)
+    outputs = [o, *state[:3]]
+    generator = torch.Generator().manual_seed(1)
+    total = sum(
+        (torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum() for x in outputs
+    )
     inputs = [x for x in tree_flatten(arguments)[0] if is_real(x)]
     gradients = torch.autograd.grad(total, inputs, allow_unused=True)
     return o, state, [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients)]
@@ -110,7 +132,8 @@ def test_chunk_equals_reference_from_the_start_of_a_sequence(T, depth):
 def test_chunk_equals_reference_with_a_ragged_mask(form):
     arguments = make(45, B=3, **form)
     arguments["mask"] = torch.rand(3, 45, generator=torch.Generator().manual_seed(1)) > 0.3
-    arguments["mask"][1, 5:], arguments["mask"][2] = False, False
+    arguments["mask"][1, 5:] = False
+    arguments["mask"][2] = False
     assert_close(run(arguments, "chunk"), run(arguments, "reference"))
 
 
@@ -122,7 +145,9 @@ def test_decoding_and_any_split_equal_the_whole(form, fresh):
     whole = neural_memory(**arguments, output_final_state=True)
     for bounds in ([0, 1, 17, 18, 37, 40], [0, 16, 32, 40], [0, 15, 40], range(41)):
         assert_close(read_in_parts(neural_memory, arguments, bounds, backend="chunk"), whole)
-    assert_close(read_in_parts(neural_memory, arguments, [0, 3, 17, 40], backend="reference"), whole)
+    assert_close(
+        read_in_parts(neural_memory, arguments, [0, 3, 17, 40], backend="reference"), whole
+    )
 
 
 @some_forms
@@ -131,11 +156,15 @@ def test_masked_tokens_leave_no_trace(form, backend):
     """Rows padded at the left, in the middle and at the right equal the rows alone, whatever stands in the padding."""
     arguments = make(40, B=3, **form)
     keep = torch.ones(3, 40, dtype=torch.bool)
-    keep[0, :7], keep[1, 18:30], keep[2, 33:] = False, False, False
+    keep[0, :7] = False
+    keep[1, 18:30] = False
+    keep[2, 33:] = False
     for x in tree_flatten([arguments.get(name) for name in PER_TOKEN[:-1]])[0]:
         if x is not None:
             x[~keep] = torch.nan
-    o, state = neural_memory(**{**arguments, "mask": keep}, backend=backend, output_final_state=True)
+    o, state = neural_memory(
+        **{**arguments, "mask": keep}, backend=backend, output_final_state=True
+    )
     assert not o[~keep].any()
     for n in range(3):
         row = tree_map(
@@ -143,9 +172,15 @@ def test_masked_tokens_leave_no_trace(form, backend):
             {name: x for name, x in arguments.items() if name in PER_TOKEN},
         )
         row = {**arguments, **row}
-        row["initial_state"] = NeuralMemoryState(*(x[n : n + 1] for x in arguments["initial_state"]))
-        alone, alone_state = neural_memory(**{**row, "mask": None}, backend="reference", output_final_state=True)
-        assert_close((o[n, keep[n]], [x[n] for x in state]), (alone[0], [x[0] for x in alone_state]))
+        row["initial_state"] = NeuralMemoryState(
+            *(x[n : n + 1] for x in arguments["initial_state"])
+        )
+        alone, alone_state = neural_memory(
+            **{**row, "mask": None}, backend="reference", output_final_state=True
+        )
+        assert_close(
+            (o[n, keep[n]], [x[n] for x in state]), (alone[0], [x[0] for x in alone_state])
+        )
 
 
 @some_forms
@@ -154,7 +189,9 @@ def test_packed_equals_apart(form, backend):
     arguments = make(30, B=1, **form)
     bounds = [0, 11, 11, 12, 30]
     arguments["initial_state"] = make(1, B=4, seed=5, **form)["initial_state"]
-    o, state = neural_memory(**arguments, cu_seqlens=torch.tensor(bounds), backend=backend, output_final_state=True)
+    o, state = neural_memory(
+        **arguments, cu_seqlens=torch.tensor(bounds), backend=backend, output_final_state=True
+    )
     for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
         alone = NeuralMemoryState(*(x[n : n + 1] for x in arguments["initial_state"]))
         if end > start:
@@ -180,7 +217,8 @@ def test_a_state_of_zeros_has_read_nothing(form):
     arguments = make(20, **form)
     zeros = NeuralMemoryState(*(torch.zeros_like(x) for x in arguments["initial_state"]))
     assert_close(
-        neural_memory(**{**arguments, "initial_state": zeros}), neural_memory(**{**arguments, "initial_state": None})
+        neural_memory(**{**arguments, "initial_state": zeros}),
+        neural_memory(**{**arguments, "initial_state": None}),
     )
     assert neural_memory(**arguments)[1] is None
 
@@ -204,7 +242,9 @@ def test_with_decay_it_is_a_gated_delta_rule(backend):
     """With beta = lr / a and values a v, as gradients are those of the memory before it decays."""
     a = matrix(momentum=False)
     keep = a["decay"].exp()
-    expected = delta_rule(a["q"], a["k"], keep[..., None] * a["v"], a["lr"] / keep, a["decay"], scale=1.0)[0]
+    expected = delta_rule(
+        a["q"], a["k"], keep[..., None] * a["v"], a["lr"] / keep, a["decay"], scale=1.0
+    )[0]
     assert_close(neural_memory(**a, backend=backend)[0], expected)
 
 
@@ -215,7 +255,9 @@ def test_with_momentum_it_is_the_momentum_delta_rule(backend):
     M = N = torch.zeros(2, 4, 4, dtype=torch.float64)
     expected = []
     for t in range(40):
-        k, v, lr = a["k"][:, t, 0], a["v"][:, t, 0], a["lr"][:, t, 0, None, None]
+        k = a["k"][:, t, 0]
+        v = a["v"][:, t, 0]
+        lr = a["lr"][:, t, 0, None, None]
         surprise = k[:, :, None] * (torch.einsum("bk,bkv->bv", k, M) - v)[:, None]
         N = a["momentum"][:, t, 0, None, None].exp() * N + lr * surprise
         M = a["decay"][:, t, 0, None, None].exp() * M - N
@@ -237,7 +279,9 @@ def gradient_of_norm_and_loss(Z, target, gamma, beta):
     x_hat = (Z - Z.mean(-1, keepdim=True)) / std
     g = (gamma * x_hat + beta - target) * gamma
     width = Z.shape[-1]
-    return (width * g - g.sum(-1, keepdim=True) - x_hat * (g * x_hat).sum(-1, keepdim=True)) / (width * std)
+    return (width * g - g.sum(-1, keepdim=True) - x_hat * (g * x_hat).sum(-1, keepdim=True)) / (
+        width * std
+    )
 
 
 def ttt(q, k, v, eta, layers, gamma, beta):
@@ -245,15 +289,19 @@ def ttt(q, k, v, eta, layers, gamma, beta):
 
     q, k, v [b, d], eta [b, b] lower triangular, layers ((W, bias), ...) with GELU between them.
     """
-    inputs, pre = [k], []
+    inputs = [k]
+    pre = []
     for W, bias in layers:
         pre.append(inputs[-1] @ W + bias)
         inputs.append(F.gelu(pre[-1], approximate="tanh"))
     gradients = [gradient_of_norm_and_loss(pre[-1], v - k, gamma, beta)]
     for (W, _), Z in zip(layers[:0:-1], pre[-2::-1]):
-        slope = torch.func.vmap(torch.func.vmap(torch.func.grad(lambda x: F.gelu(x, approximate="tanh"))))(Z)
+        slope = torch.func.vmap(
+            torch.func.vmap(torch.func.grad(lambda x: F.gelu(x, approximate="tanh")))
+        )(Z)
         gradients.insert(0, gradients[0] @ W.T * slope)
-    x, after = q, []
+    x = q
+    after = []
     for (W, bias), X, g in zip(layers, inputs, gradients):
         Z = x @ W - (eta * (x @ X.T)) @ g + bias - eta @ g
         x = F.gelu(Z, approximate="tanh")
@@ -264,12 +312,21 @@ def ttt(q, k, v, eta, layers, gamma, beta):
 @backends
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ttt_linear_and_ttt_mlp(backend, depth):
-    a = {**make(32, B=1, HV=1, depth=depth, chunk_size=16, forget_to="anchor", **TTT), "initial_state": None}
-    q, k, v, lr = a["q"][0, :, 0], a["k"][0, :, 0], a["v"][0, :, 0], a["lr"][0, :, 0]
-    tau = 1 / torch.arange(1, 17, dtype=torch.float64) + 0.1  # the rate's factor for each position of a mini-batch
+    a = {
+        **make(32, B=1, HV=1, depth=depth, chunk_size=16, forget_to="anchor", **TTT),
+        "initial_state": None,
+    }
+    q = a["q"][0, :, 0]
+    k = a["k"][0, :, 0]
+    v = a["v"][0, :, 0]
+    lr = a["lr"][0, :, 0]
+    tau = (
+        1 / torch.arange(1, 17, dtype=torch.float64) + 0.1
+    )  # the rate's factor for each position of a mini-batch
     a["decay"] = F.pad(tau.log().diff(), (1, 0)).repeat(2)[None, :, None]
     a["lr"] = lr[None, :, None] * tau.repeat(2)[None, :, None]
-    layers, outputs = [(W[0, :-1], W[0, -1:]) for W in a["weights"]], []
+    layers = [(W[0, :-1], W[0, -1:]) for W in a["weights"]]
+    outputs = []
     for part in (slice(0, 16), slice(16, 32)):
         eta = (tau[:, None] * lr[part]).tril()
         output, layers = ttt(q[part], k[part], v[part], eta, layers, *a["norm"])
@@ -281,7 +338,8 @@ def test_ttt_linear_and_ttt_mlp(backend, depth):
 @pytest.mark.parametrize("b", [1, 4])
 def test_a_gate_that_is_shut_forgets_everything(depth, b):
     arguments = make(18, depth=depth, chunk_size=b)
-    arguments["decay"][:, 7], arguments["momentum"][:, 9] = -torch.inf, -torch.inf
+    arguments["decay"][:, 7] = -torch.inf
+    arguments["momentum"][:, 9] = -torch.inf
     results = run(arguments, "chunk")
     assert all(x.isfinite().all() for x in tree_flatten(results)[0])
     assert_close(results, run(arguments, "reference"))
@@ -293,17 +351,23 @@ def recall(depth, *, reset=False, T=2048, **options):
     keys = F.normalize(torch.randn(32, 64, generator=generator), dim=-1)
     values = torch.randn(32, 64, generator=generator)
     order = torch.cat([torch.randperm(32, generator=generator) for _ in range(T // 32)])
-    k, v = keys[order][None, :, None], values[order][None, :, None]
+    k = keys[order][None, :, None]
+    v = values[order][None, :, None]
     decay = torch.full((1, T, 1), 1 - 5e-4).log()
     if reset:
         decay[:, T // 2] = -torch.inf
     sizes = [64, *[128] * (depth - 1), 64]
-    weights = tuple(torch.randn(1, i, o, generator=generator) * i**-0.5 for i, o in zip(sizes, sizes[1:]))
+    weights = tuple(
+        torch.randn(1, i, o, generator=generator) * i**-0.5 for i, o in zip(sizes, sizes[1:])
+    )
     options = {"chunk_size": 16, **options}
     lr = torch.full((1, T, 1), 0.04)
     state = neural_memory(k, k, v, lr, None, decay, weights, output_final_state=True, **options)[1]
-    ask, never = keys[None, :, None], torch.zeros(1, 32, 1)
-    o = neural_memory(ask, ask, 0 * ask, never, None, None, weights, initial_state=state, **options)[0]
+    ask = keys[None, :, None]
+    never = torch.zeros(1, 32, 1)
+    o = neural_memory(
+        ask, ask, 0 * ask, never, None, None, weights, initial_state=state, **options
+    )[0]
     return (o[0, :, 0] - values).square().mean().item()
 
 
@@ -316,11 +380,18 @@ def test_two_layers_recall_more_than_one_and_outlive_a_reset():
 
 def test_short_gradients_keep_a_deep_memory_finite():
     """Keys that are alike and long values: each chunk overshoots by more than the last, in 256 tokens to no number."""
-    arguments = {**make(256, B=1, depth=3, chunk_size=16, residual=True, dtype=torch.float32), "initial_state": None}
+    arguments = {
+        **make(256, B=1, depth=3, chunk_size=16, residual=True, dtype=torch.float32),
+        "initial_state": None,
+    }
     arguments["k"] = F.normalize(arguments["k"] + 1.5 * torch.ones(4), dim=-1)
-    arguments["lr"], arguments["decay"] = torch.full_like(arguments["lr"], 1 / 16), None
+    arguments["lr"] = torch.full_like(arguments["lr"], 1 / 16)
+    arguments["decay"] = None
     assert not neural_memory(**{**arguments, "v": 4 * arguments["v"]})[0].isfinite().all()
-    assert neural_memory(**{**arguments, "v": 4 * arguments["v"]}, max_grad_norm=2.0)[0].abs().max() < 1e4
+    assert (
+        neural_memory(**{**arguments, "v": 4 * arguments["v"]}, max_grad_norm=2.0)[0].abs().max()
+        < 1e4
+    )
 
 
 @some_forms
@@ -342,7 +413,9 @@ def test_low_precision_goes_in_and_out_and_states_stay_wide(form):
         o, state = neural_memory(**arguments, output_final_state=True)
     assert o.dtype == torch.bfloat16
     assert {x.dtype for x in state[:3]} == {torch.float32}
-    expected, expected_state = neural_memory(**in_float64(arguments), backend="reference", output_final_state=True)
+    expected, expected_state = neural_memory(
+        **in_float64(arguments), backend="reference", output_final_state=True
+    )
     rounded = expected.bfloat16()
     assert_close(o, expected, rounded)
     narrow = tree_map(lambda x: x.float() if is_real(x) else x, arguments)
@@ -380,7 +453,14 @@ def test_states_are_kept_before_groups_of_chunks_only():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         neural_memory(**arguments)
     P = sum(W.numel() for W in arguments["weights"])
-    assert sum(x.numel() for x in saved if x.shape[-1] in (4, 32) and x.shape[-2] in (4, 32) and x.ndim == 3) < 40 * P
+    assert (
+        sum(
+            x.numel()
+            for x in saved
+            if x.shape[-1] in (4, 32) and x.shape[-2] in (4, 32) and x.ndim == 3
+        )
+        < 40 * P
+    )
 
 
 BAD = {
@@ -421,6 +501,10 @@ def test_bad_input_is_refused_by_name(message):
 
 def test_a_state_of_another_memory_is_refused_by_name():
     arguments = make(9, depth=2, chunk_size=4)
-    for other in ({"depth": 1, "chunk_size": 4}, {"depth": 2, "chunk_size": 1}, {"depth": 2, "momentum": False}):
+    for other in (
+        {"depth": 1, "chunk_size": 4},
+        {"depth": 2, "chunk_size": 1},
+        {"depth": 2, "momentum": False},
+    ):
         with pytest.raises(ValueError, match=r"initial_state\.\w+ must have shape"):
             neural_memory(**{**arguments, "initial_state": make(9, **other)["initial_state"]})

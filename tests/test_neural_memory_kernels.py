@@ -22,7 +22,9 @@ FORMS = {
     "matrix with all": {"depth": 1, "chunk_size": 1, "bias": True, "residual": True, "forget_to": "initial"},
 }  # fmt: skip
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-some_forms = pytest.mark.parametrize("form", [FORMS["network"], FORMS["matrix"]], ids=["network", "matrix"])
+some_forms = pytest.mark.parametrize(
+    "form", [FORMS["network"], FORMS["matrix"]], ids=["network", "matrix"]
+)
 
 
 def make(form, T=24, **sizes):
@@ -35,7 +37,9 @@ def run(arguments, backend):
     o, state = neural_memory(**arguments, backend=backend, output_final_state=True)
     generator = torch.Generator().manual_seed(1)
     outputs = [o, *(x for x in state[:3] if x.numel())]
-    total = sum((torch.randn(x.shape, generator=generator, dtype=torch.float64) * x).sum() for x in outputs)
+    total = sum(
+        (torch.randn(x.shape, generator=generator, dtype=torch.float64) * x).sum() for x in outputs
+    )
     inputs = [x for x in tree_flatten(arguments)[0] if is_real(x) and x.numel()]
     return outputs, state.phase, torch.autograd.grad(total, inputs, materialize_grads=True)
 
@@ -59,7 +63,9 @@ def test_kernels_equal_the_reference_from_the_start_of_a_sequence(form, T):
     assert_close(run(arguments, "triton"), *reference(arguments))
 
 
-HELD = {name: {**form, "chunk_size": 8} for name, form in FORMS.items() if name.startswith("network")}
+HELD = {
+    name: {**form, "chunk_size": 8} for name, form in FORMS.items() if name.startswith("network")
+}
 
 
 def from_the_start(form, **sizes):
@@ -85,18 +91,24 @@ def test_no_memory_is_held_where_triton_would_make_code_that_traps(monkeypatch):
 def test_memories_that_registers_hold_lose_in_16_bits_what_tiles_lose(monkeypatch):
     """Outputs, states and gradients; a head as wide as those of Titans, in float16 for the interpreter."""
     arguments = from_the_start(HELD["network"], K=64, expansion=2, dtype=torch.float16)
-    (o, _, d), (held_o, _, held_d) = run(in_float64(arguments), "reference"), run(arguments, "triton")
+    (o, _, d), (held_o, _, held_d) = (
+        run(in_float64(arguments), "reference"),
+        run(arguments, "triton"),
+    )
     monkeypatch.setattr(launch, "HELD", 0)
     tiled_o, _, tiled_d = run(arguments, "triton")
     for x, y, exact in zip((*held_o, *held_d), (*tiled_o, *tiled_d), (*o, *d)):
-        assert (x.double() - exact).norm() <= 1.5 * (y.double() - exact).norm() + 1e-3 * exact.norm()
+        assert (x.double() - exact).norm() <= 1.5 * (
+            y.double() - exact
+        ).norm() + 1e-3 * exact.norm()
 
 
 @some_forms
 def test_kernels_equal_the_reference_with_a_ragged_mask(form):
     arguments = make(form, B=3)
     arguments["mask"] = torch.rand(3, 24, generator=torch.Generator().manual_seed(1)) > 0.3
-    arguments["mask"][1, 5:], arguments["mask"][2] = False, False
+    arguments["mask"][1, 5:] = False
+    arguments["mask"][2] = False
     assert_close(run(arguments, "triton"), *reference(arguments))
 
 
@@ -126,7 +138,8 @@ def test_wide_memories_run_in_tiles(form):
 @some_forms
 def test_a_gate_that_is_shut_forgets_everything_in_kernels(form):
     arguments = make(form)
-    arguments["decay"][:, 7], arguments["momentum"][:, 9] = -torch.inf, -torch.inf
+    arguments["decay"][:, 7] = -torch.inf
+    arguments["momentum"][:, 9] = -torch.inf
     assert_close(run(arguments, "triton"), *reference(arguments))
 
 
@@ -137,7 +150,9 @@ def test_kernels_in_16_bits_lose_what_rounding_loses(form):
     expected = neural_memory(**in_float64(arguments), backend="reference")[0]
     o = neural_memory(**arguments, backend="triton")[0]
     assert o.dtype == torch.float16
-    assert (o.double() - expected).norm() / expected.norm() < 2e-3  # operands of 11 bits, a few roundings in turn
+    assert (
+        o.double() - expected
+    ).norm() / expected.norm() < 2e-3  # operands of 11 bits, a few roundings in turn
 
 
 REFUSED = {
@@ -152,7 +167,10 @@ REFUSED = {
     "forget_to must be 'initial' or 'zero', got 'anchor'": {"forget_to": "anchor"},
     "chunk_size must be at most 32 with 16 channels in torch.float32, got 33": {"chunk_size": 33},
     "K and V must be at most 64 in torch.float32, got 16 and 65": {"V": 65},
-    "K and V must be at most 128 in torch.bfloat16, got 16 and 130": {"V": 130, "dtype": torch.bfloat16},
+    "K and V must be at most 128 in torch.bfloat16, got 16 and 130": {
+        "V": 130,
+        "dtype": torch.bfloat16,
+    },
     "chunk_size must be at most 16 with 65 channels in torch.bfloat16, got 17": {
         "chunk_size": 17,
         "V": 65,
@@ -165,6 +183,8 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_has_no_kernels_is_refused_by_name_and_runs_without(message):
     arguments = make({"depth": 2, "chunk_size": 16, **REFUSED[message]}, T=3)
-    with pytest.raises(ValueError, match=f"backend='triton' has no kernel for this call: {message}"):
+    with pytest.raises(
+        ValueError, match=f"backend='triton' has no kernel for this call: {message}"
+    ):
         neural_memory(**arguments, backend="triton")
     neural_memory(**arguments)

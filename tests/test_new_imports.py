@@ -9,10 +9,17 @@ from comparing import assert_close
 from hf_memory.conversion import import_mixer, import_model
 from test_other_libraries import FLA, convolve, fla_logits, norm
 
-D, H, W = 8, 4, 32  # channels of a key, heads, and width
+D = 8
+H = 4
+W = 32  # channels of a key, heads, and width
 OPTIONS = {
     "comba": {"expand_v": 2.0, "num_v_heads": 8},
-    "gated_deltaproduct": {"expand_v": 2.0, "num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True},
+    "gated_deltaproduct": {
+        "expand_v": 2.0,
+        "num_householder": 2,
+        "use_forget_gate": True,
+        "allow_neg_eigval": True,
+    },
     "kda": {"expand_v": 1.0, "num_v_heads": 8},
     "gated_deltanet2": {"expand_v": 1.0, "num_v_heads": 8, "allow_neg_eigval": True},
     "mesa_net": {},
@@ -27,7 +34,8 @@ def config_of(kind):
 def shapes_of(kind):
     """Names and shapes in an attention layer."""
     config = config_of(kind)
-    HV, n = config.get("num_v_heads", H), config.get("num_householder", 1)
+    HV = config.get("num_v_heads", H)
+    n = config.get("num_householder", 1)
     V = int(D * config.get("expand_v", 1))
     if kind == "forgetting_transformer":
         shapes = {
@@ -41,7 +49,11 @@ def shapes_of(kind):
         "o_proj.weight": (W, HV * V),
         "o_norm.weight": (V,),
     }
-    shapes |= {f"{x}_conv1d.weight": (size, 1, 4) for x, size in rows.items() if kind != "mesa_net" or x != "v"}
+    shapes |= {
+        f"{x}_conv1d.weight": (size, 1, 4)
+        for x, size in rows.items()
+        if kind != "mesa_net" or x != "v"
+    }
     if kind in ("kda", "gated_deltanet2"):
         gates = HV if kind == "kda" else H
         shapes |= {
@@ -50,9 +62,15 @@ def shapes_of(kind):
             "A_log": (gates,),
             "dt_bias": (gates * D,),
         }
-        shapes |= {"g_proj.0.weight": (V, W), "g_proj.1.weight": (HV * V, V), "g_proj.1.bias": (HV * V,)}
+        shapes |= {
+            "g_proj.0.weight": (V, W),
+            "g_proj.1.weight": (HV * V, V),
+            "g_proj.1.bias": (HV * V,),
+        }
         more = (
-            {"b_proj.weight": (HV, W)} if kind == "kda" else {"b_proj.weight": (H * D, W), "w_proj.weight": (HV * V, W)}
+            {"b_proj.weight": (HV, W)}
+            if kind == "kda"
+            else {"b_proj.weight": (H * D, W), "w_proj.weight": (HV * V, W)}
         )
         return shapes | more
     shapes |= {"a_proj.weight": (HV, W), "b_proj.weight": (n * HV, W)}
@@ -68,9 +86,16 @@ def weights_of(kind):
     block |= {"attn_norm.weight": (W,), "mlp_norm.weight": (W,), "mlp.gate_proj.weight": (48, W)}
     block |= {"mlp.up_proj.weight": (48, W), "mlp.down_proj.weight": (W, 48)}
     shapes = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
-    shapes |= {"model.embeddings.weight": (64, W), "model.norm.weight": (W,), "lm_head.weight": (64, W)}
+    shapes |= {
+        "model.embeddings.weight": (64, W),
+        "model.norm.weight": (W,),
+        "lm_head.weight": (64, W),
+    }
     generator = torch.Generator().manual_seed(0)
-    return {name: (0.3 * torch.randn(*shape, generator=generator)).double() for name, shape in shapes.items()}
+    return {
+        name: (0.3 * torch.randn(*shape, generator=generator)).double()
+        for name, shape in shapes.items()
+    }
 
 
 def unit(x):
@@ -79,13 +104,19 @@ def unit(x):
 
 def forgetting(config, w, x):
     """Every pair of tokens of x [B, T, W] in a window."""
-    q, k, v = ((x @ w[f"{y}_proj.weight"].T + w[f"{y}_proj.bias"]).unflatten(-1, (-1, D)) for y in "qkv")
-    forget, T = F.logsigmoid(x @ w["f_proj.weight"].T + w["f_proj.bias"]), x.shape[1]
+    q, k, v = (
+        (x @ w[f"{y}_proj.weight"].T + w[f"{y}_proj.bias"]).unflatten(-1, (-1, D)) for y in "qkv"
+    )
+    forget = F.logsigmoid(x @ w["f_proj.weight"].T + w["f_proj.bias"])
+    T = x.shape[1]
     o = torch.zeros_like(q)
     for h in range(H):
         for i in range(T):
             seen = range(max(0, i - config["window_size"] + 1), i + 1)
-            s = [(q[:, i, h] * k[:, j, h // 2]).sum(-1) / D**0.5 + forget[:, j + 1 : i + 1, h].sum(1) for j in seen]
+            s = [
+                (q[:, i, h] * k[:, j, h // 2]).sum(-1) / D**0.5 + forget[:, j + 1 : i + 1, h].sum(1)
+                for j in seen
+            ]
             o[:, i, h] = torch.einsum("jb,bjd->bd", torch.stack(s).softmax(0), v[:, seen, h // 2])
     return o.flatten(2) @ w["o_proj.weight"].T
 
@@ -96,8 +127,12 @@ def decay_of(kind, config, w, x):
         return F.logsigmoid(x @ w["a_proj.weight"].T + w["a_proj.bias"])[..., None]
     if "f_proj.0.weight" not in w:
         return (-w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"]))[..., None]
-    g = F.softplus(x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]).unflatten(-1, (-1, D))
-    return (-w["A_log"].exp()[:, None] * g).repeat_interleave(config["num_v_heads"] // g.shape[2], 2)
+    g = F.softplus(x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]).unflatten(
+        -1, (-1, D)
+    )
+    return (-w["A_log"].exp()[:, None] * g).repeat_interleave(
+        config["num_v_heads"] // g.shape[2], 2
+    )
 
 
 def gate_of(kind, w, x):
@@ -113,11 +148,15 @@ def layer(kind, config, w, x):
     """What a layer computes for x [B, T, W], one token and one step after the other."""
     if kind == "forgetting_transformer":
         return forgetting(config, w, x)
-    HV, n = config.get("num_v_heads", H), config.get("num_householder", 1)
+    HV = config.get("num_v_heads", H)
+    n = config.get("num_householder", 1)
     parts = {y: x @ w[f"{y}_proj.weight"].T for y in "qkv"}
     for y in "qk" if kind == "mesa_net" else "qkv":
         parts[y] = F.silu(convolve(parts[y], w[f"{y}_conv1d.weight"]))
-    q, k, v = (parts[y].unflatten(-1, shape) for y, shape in (("q", (H, D)), ("k", (n, H, D)), ("v", (n, HV, -1))))
+    q, k, v = (
+        parts[y].unflatten(-1, shape)
+        for y, shape in (("q", (H, D)), ("k", (n, H, D)), ("v", (n, HV, -1)))
+    )
     p = k
     if kind == "comba":
         p = k * w["decay"].sigmoid()[:, None]
@@ -125,13 +164,19 @@ def layer(kind, config, w, x):
     q, k, p = (unit(y).repeat_interleave(HV // H, -2) for y in (q, k, p))
     over = 2 if config.get("allow_neg_eigval") else 1
     beta = over * (x @ w["b_proj.weight"].T + w.get("b_proj.bias", 0)).sigmoid()
-    g, S, outputs = decay_of(kind, config, w, x), torch.zeros(len(x), HV, D, v.shape[-1]).to(x), []
+    g = decay_of(kind, config, w, x)
+    S = torch.zeros(len(x), HV, D, v.shape[-1]).to(x)
+    outputs = []
     products = torch.zeros(len(x), HV, D, D).to(x)
     for t in range(x.shape[1]):
-        before, decay, query = S, g[:, t].exp()[..., None], q[:, t]
+        before = S
+        decay = g[:, t].exp()[..., None]
+        query = q[:, t]
         S = decay * S
         for i in range(n):
-            key, value, reads = k[:, t, i], v[:, t, i], p[:, t, i]
+            key = k[:, t, i]
+            value = v[:, t, i]
+            reads = p[:, t, i]
             strength = beta[:, t].unflatten(-1, (n, -1))[:, i, :, None]
             if kind == "mesa_net":
                 reads = 0 * reads
@@ -152,18 +197,26 @@ def layer(kind, config, w, x):
 @pytest.mark.parametrize("kind", OPTIONS)
 @torch.no_grad()
 def test_an_imported_model_is_its_formulas(kind):
-    config, weights, tokens = config_of(kind), weights_of(kind), random_tokens(2, 20)
+    config = config_of(kind)
+    weights = weights_of(kind)
+    tokens = random_tokens(2, 20)
     assert_close(
-        import_model(config, weights).double()(tokens).logits, fla_logits(kind, config, weights, tokens, layer)
+        import_model(config, weights).double()(tokens).logits,
+        fla_logits(kind, config, weights, tokens, layer),
     )
 
 
 @pytest.mark.parametrize("kind", ["gated_deltanet2", "forgetting_transformer"])
 @torch.no_grad()
 def test_one_layer_is_imported_alone(kind):
-    config, weights = config_of(kind), weights_of(kind)
+    config = config_of(kind)
+    weights = weights_of(kind)
     x = torch.randn(2, 9, W, generator=torch.Generator().manual_seed(0)).double()
-    mine = {name.removeprefix("model.layers.1.attn."): y for name, y in weights.items() if "layers.1.attn." in name}
+    mine = {
+        name.removeprefix("model.layers.1.attn."): y
+        for name, y in weights.items()
+        if "layers.1.attn." in name
+    }
     assert_close(import_mixer(config, weights, 1).double()(x)[0], layer(kind, config, mine, x))
 
 

@@ -42,7 +42,9 @@ def test_no_job_starts_after_the_time_is_up(on_gpu, table, monkeypatch):
 
 def test_jobs_are_every_kernel_and_every_op(on_gpu):
     jobs = on_gpu.jobs_of("cuda")
-    kernels = [(n, i) for n, op in enumerate(on_gpu.OPS) if op.has_kernels for i in range(len(op.variants))]
+    kernels = [
+        (n, i) for n, op in enumerate(on_gpu.OPS) if op.has_kernels for i in range(len(op.variants))
+    ]
     assert {job.given[:2] for job in jobs if job.part == "right"} == set(kernels)
     assert {job.part for job in jobs} | {"shares"} == set(on_gpu.PARTS)
     assert len({job.name for job in jobs}) == len(jobs)

@@ -35,18 +35,33 @@ class Remembering(DistillationTrainer):
 
 
 def student_of(teacher, to):
-    return convert(teacher, text(400), to=to, transfer=NONE, distillation=NONE, **STUDENTS[to]).student
+    return convert(
+        teacher, text(400), to=to, transfer=NONE, distillation=NONE, **STUDENTS[to]
+    ).student
 
 
 def trained(student, teacher, folder, **options):
     """The trainer of a student after its steps; prompts have 4 to 11 words."""
     words = [[f"w{token}" for token in row] for row in random_tokens(32, 11).tolist()]
     prompts = [" ".join(row[: 4 + i % 8]) for i, row in enumerate(words)]
-    usual = {"max_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 8, "logging_steps": 1}
-    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "bf16": False}
+    usual = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 8,
+        "logging_steps": 1,
+    }
+    quiet = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+    }
     config = DistillationConfig(str(folder), **usual | quiet | options)
     data = Dataset.from_dict({"prompt": prompts})
-    trainer = Remembering(student, teacher, config, train_dataset=data, processing_class=make_tokenizer())
+    trainer = Remembering(
+        student, teacher, config, train_dataset=data, processing_class=make_tokenizer()
+    )
     trainer.train()
     return trainer
 
@@ -60,14 +75,20 @@ def test_the_loss_of_padded_rows_is_the_divergence_of_each_row_alone(to, tmp_pat
     divergences = []
     for row in range(4):
         prompt, written = (
-            rows[f"{name}_ids"][row][rows[f"{name}_mask"][row] == 1] for name in ("prompt", "completion")
+            rows[f"{name}_ids"][row][rows[f"{name}_mask"][row] == 1]
+            for name in ("prompt", "completion")
         )
         whole = torch.cat([prompt, written])[None]
         with torch.no_grad():
-            ours, theirs = (model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in (start, teacher))
+            ours, theirs = (
+                model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                for model in (start, teacher)
+            )
         divergences.append((ours.exp() * (ours - theirs)).sum(-1))
     assert not rows["prompt_mask"].all()
-    assert loss == pytest.approx(torch.cat(divergences).mean().item(), rel=1e-4, abs=1e-6)  # TRL computes in float32
+    assert loss == pytest.approx(
+        torch.cat(divergences).mean().item(), rel=1e-4, abs=1e-6
+    )  # TRL computes in float32
 
 
 def test_a_student_comes_nearer_to_its_teacher_where_it_writes(tmp_path):

@@ -7,8 +7,26 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from comparing import assert_close
-from forms import FORMS, every_form, every_op, gates_of, is_real, reference, run, tokens_of, widened, with_strong_gates
-from hf_memory.ops import OPS, LinearState, delta_rule, linear_attention, log_linear_attention, selective_scan
+from forms import (
+    FORMS,
+    every_form,
+    every_op,
+    gates_of,
+    is_real,
+    reference,
+    run,
+    tokens_of,
+    widened,
+    with_strong_gates,
+)
+from hf_memory.ops import (
+    OPS,
+    LinearState,
+    delta_rule,
+    linear_attention,
+    log_linear_attention,
+    selective_scan,
+)
 
 log_linear_example = next(op.example for op in OPS if op.op is log_linear_attention)
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130)
@@ -16,7 +34,11 @@ LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130)
 
 every_gated_form = pytest.mark.parametrize(
     ("op", "variant"),
-    [form for form in FORMS if gates_of(form.values[0], form.values[0].example(T=1, **form.values[1]))],
+    [
+        form
+        for form in FORMS
+        if gates_of(form.values[0], form.values[0].example(T=1, **form.values[1]))
+    ],
 )
 
 
@@ -55,12 +77,18 @@ def test_a_state_given_away_may_be_written_over(op, variant, T):
     with torch.no_grad():
         op.op(**arguments, output_final_state=True)
         turned = tree_map(lambda x: x.clone().mT.contiguous().mT, arguments["initial_state"])
-        o, final = op.op(**{**arguments, "initial_state": turned, "in_place": True}, output_final_state=True)
+        o, final = op.op(
+            **{**arguments, "initial_state": turned, "in_place": True}, output_final_state=True
+        )
         assert_close([o, *tree_flatten(final)[0]], expected[0])
         assert all(map(torch.equal, given, before))
         o, final = op.op(**arguments, in_place=True, output_final_state=True)
         results = [o, *(x.clone() for x in tree_flatten(final)[0])]
-        _, after = op.op(**{**make(op, variant, 1), "initial_state": final}, in_place=True, output_final_state=True)
+        _, after = op.op(
+            **{**make(op, variant, 1), "initial_state": final},
+            in_place=True,
+            output_final_state=True,
+        )
     assert_close(results, expected[0])
     assert all((x is y) == (T == 1) for x, y in zip(given, tree_flatten(final)[0]))
     assert all(x is y for x, y in zip(tree_flatten(final)[0], tree_flatten(after)[0]))
@@ -98,10 +126,13 @@ def test_chunk_equals_reference_with_correlated_keys(op, variant):
 def test_segments_equal_the_whole(op, variant, backend):
     arguments = make(op, variant, 70)
     whole, state = op.op(**arguments, backend=backend, output_final_state=True)
-    parts, carried = [], arguments["initial_state"]
+    parts = []
+    carried = arguments["initial_state"]
     for part in (slice(1), slice(1, 20), slice(20, 70)):
         o, carried = op.op(
-            **{**tokens_of(arguments, part), "initial_state": carried}, backend=backend, output_final_state=True
+            **{**tokens_of(arguments, part), "initial_state": carried},
+            backend=backend,
+            output_final_state=True,
         )
         parts.append(o)
     assert_close((torch.cat(parts, 1), carried), (whole, state))
@@ -112,8 +143,10 @@ def test_segments_equal_the_whole(op, variant, backend):
 def test_packed_equals_apart(op, variant, backend):
     arguments = make_packed(op, variant)
     packed, gradients = run(op, arguments, backend)
-    bounds, states = arguments.pop("cu_seqlens").tolist(), arguments.get("initial_state")
-    o, finals = [], []
+    bounds = arguments.pop("cu_seqlens").tolist()
+    states = arguments.get("initial_state")
+    o = []
+    finals = []
     for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
         state = None if states is None else tree_map(lambda x, n=n: x[n : n + 1], states)
         if start == end:
@@ -124,7 +157,9 @@ def test_packed_equals_apart(op, variant, backend):
         o.append(out)
         finals.append(final)
     joined = (
-        [] if op.growth == "token" else [torch.cat(leaves) for leaves in zip(*(tree_flatten(f)[0] for f in finals))]
+        []
+        if op.growth == "token"
+        else [torch.cat(leaves) for leaves in zip(*(tree_flatten(f)[0] for f in finals))]
     )
     assert_close(packed, [torch.cat(o, 1), *joined])
     assert all(g is not None for g in gradients)
@@ -138,7 +173,9 @@ def test_packed_chunk_equals_packed_reference(op, variant):
 
 @every_form
 @pytest.mark.parametrize("backend", ["reference", "chunk"])
-@pytest.mark.parametrize("where", [slice(0, 9), slice(20, 30), slice(60, 65)], ids=["left", "middle", "right"])
+@pytest.mark.parametrize(
+    "where", [slice(0, 9), slice(20, 30), slice(60, 65)], ids=["left", "middle", "right"]
+)
 def test_padding_leaves_no_trace_whatever_stands_there(op, variant, backend, where):
     arguments = {**make(op, variant, 65), "mask": torch.ones(2, 65, dtype=torch.bool)}
     keep = torch.ones(65, dtype=torch.bool)
@@ -151,7 +188,9 @@ def test_padding_leaves_no_trace_whatever_stands_there(op, variant, backend, whe
     }
     padded["mask"] = keep.expand(2, -1)
     o, state = op.op(**padded, backend=backend, output_final_state=True)
-    expected, expected_state = op.op(**tokens_of(arguments, keep), backend=backend, output_final_state=True)
+    expected, expected_state = op.op(
+        **tokens_of(arguments, keep), backend=backend, output_final_state=True
+    )
     assert_close(o[:, keep], expected)
     assert not o[:, ~keep].any()
     if op.growth != "token":  # else the state has rows for them, which nobody sees
@@ -161,7 +200,11 @@ def test_padding_leaves_no_trace_whatever_stands_there(op, variant, backend, whe
 @every_form
 def test_grouped_values_equal_repeated_heads(op, variant):
     arguments = make(op, variant, 33, H=2, HV=4)
-    repeated = {**arguments, "q": arguments["q"].repeat_interleave(2, 2), "k": arguments["k"].repeat_interleave(2, 2)}
+    repeated = {
+        **arguments,
+        "q": arguments["q"].repeat_interleave(2, 2),
+        "k": arguments["k"].repeat_interleave(2, 2),
+    }
     if op.growth == "token":
         k, u = arguments["initial_state"]
         repeated["initial_state"] = k.repeat_interleave(2, 2), u
@@ -170,7 +213,8 @@ def test_grouped_values_equal_repeated_heads(op, variant):
     )
     assert_close(o, expected)
     assert_close(
-        state[1] if op.growth == "token" else state, expected_state[1] if op.growth == "token" else expected_state
+        state[1] if op.growth == "token" else state,
+        expected_state[1] if op.growth == "token" else expected_state,
     )
 
 
@@ -190,14 +234,19 @@ def test_query_heads_of_one_memory_equal_as_many_memories(op, variant, backend, 
     assert_close((o, state), (expected, tree_map(lambda x: x[:, ::3], states)))
     inputs = [x for x in tree_flatten(arguments)[0] if is_real(x)]
     weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).double()
-    first, second = (torch.autograd.grad((x * weights).sum(), inputs, allow_unused=True) for x in (o, expected))
+    first, second = (
+        torch.autograd.grad((x * weights).sum(), inputs, allow_unused=True) for x in (o, expected)
+    )
     assert_close(first, second)
 
 
 @every_form
 def test_an_empty_memory_is_the_default(op, variant):
     arguments = make(op, variant, 20)
-    empty = tree_map(lambda x: x[:, :0] if op.growth == "token" else torch.zeros_like(x), arguments["initial_state"])
+    empty = tree_map(
+        lambda x: x[:, :0] if op.growth == "token" else torch.zeros_like(x),
+        arguments["initial_state"],
+    )
     given = {**arguments, "initial_state": empty}
     default = {n: x for n, x in arguments.items() if n != "initial_state"}
     assert_close(op.op(**default)[0], op.op(**given)[0])
@@ -237,9 +286,13 @@ def test_bfloat16_loses_what_rounding_loses(op, variant, gate):
     assert results[0][0].dtype == torch.bfloat16
     assert {x.dtype for x in results[0][1:] if x.is_floating_point()} == {torch.float32}
     for ours, exact in zip(results, run(op, widened(arguments), "chunk")):
-        ours, exact = ([x.double() for x in leaves if x is not None and x.numel()] for leaves in (ours, exact))
+        ours, exact = (
+            [x.double() for x in leaves if x is not None and x.numel()] for leaves in (ours, exact)
+        )
         largest = max(x.abs().max() for x in exact)
-        assert all((x - y).abs().max() <= 2.0**-5 * largest for x, y in zip(ours, exact, strict=True))
+        assert all(
+            (x - y).abs().max() <= 2.0**-5 * largest for x, y in zip(ours, exact, strict=True)
+        )
 
 
 @pytest.mark.parametrize(("op", "variant"), [form for form in FORMS if form.values[0].is_linear])
@@ -273,17 +326,26 @@ def second_derivatives(way, f, x):
     return torch.func.jvp(torch.func.grad(f), (x.detach(),), (ones,))[1]
 
 
-@pytest.mark.parametrize(("op", "variant"), [form for form in FORMS if "round" not in form.values[1].values()])
+@pytest.mark.parametrize(
+    ("op", "variant"), [form for form in FORMS if "round" not in form.values[1].values()]
+)
 @pytest.mark.parametrize("way", ["create_graph", "hessian", "jvp"])
 def test_second_derivatives_are_those_of_differences_or_refused(op, variant, way):
     """Also where the incoming gradient is a constant, as that of a sum is; the reference refuses nothing."""
-    arguments = {n: x.detach() if is_real(x) else x for n, x in make(op, variant, 5, B=1, HV=1, K=3, V=3).items()}
-    x, _ = arguments.pop("k"), arguments.pop("q")
+    arguments = {
+        n: x.detach() if is_real(x) else x
+        for n, x in make(op, variant, 5, B=1, HV=1, K=3, V=3).items()
+    }
+    x = arguments.pop("k")
+    _ = arguments.pop("q")
 
     def total(x, backend="reference"):
         return op.op(q=x, k=x, **arguments, backend=backend)[0].sum()
 
-    after, before = (torch.autograd.grad(total(y), y)[0] for y in ((x + h).requires_grad_() for h in (1e-4, -1e-4)))
+    after, before = (
+        torch.autograd.grad(total(y), y)[0]
+        for y in ((x + h).requires_grad_() for h in (1e-4, -1e-4))
+    )
     for backend in ("reference", "chunk"):
         try:
             found = second_derivatives(way, lambda x: total(x, backend), x.requires_grad_())  # noqa: B023
@@ -292,7 +354,9 @@ def test_second_derivatives_are_those_of_differences_or_refused(op, variant, way
             assert re.search("second derivatives|setup_context", str(refused))  # noqa: PT017
         else:
             expected = (after - before) / 2e-4
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=1e-6 * float(expected.abs().max())
+            )
 
 
 @every_op
@@ -304,7 +368,9 @@ def test_training_compiles_to_one_graph(op):
 
 
 @every_op
-@pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}, {"B": 1, "T": 0}], ids=["no tokens", "no rows", "packed"])
+@pytest.mark.parametrize(
+    "sizes", [{"T": 0}, {"B": 0}, {"B": 1, "T": 0}], ids=["no tokens", "no rows", "packed"]
+)
 def test_a_call_without_tokens_is_refused(op, sizes):
     arguments = {**op.example(**{"T": 3, **sizes}, **op.variants[0])}
     if sizes.get("B") == 1:
@@ -337,7 +403,9 @@ def test_bad_input_is_refused_by_name(op, variant, message):
 @every_form
 def test_a_gate_of_the_wrong_shape_is_refused(op, variant):
     arguments = op.example(T=20, **variant)
-    for name in {"beta", "g", "a", "b", "lr", "momentum", "decay", "level_weights"} & set(arguments) | {"mask"}:
+    for name in {"beta", "g", "a", "b", "lr", "momentum", "decay", "level_weights"} & set(
+        arguments
+    ) | {"mask"}:
         with pytest.raises(ValueError, match=f"^{name} must have shape"):
             op.op(**{**arguments, name: torch.zeros(2, 3)})
 
@@ -378,7 +446,9 @@ def test_open_gates_equal_no_gates(normalize):
     q, k, v = (random(1, 70, 2, 6, seed=i).exp() for i in range(3))
     expected = linear_attention(q, k, v, normalize=normalize)[0]
     for shape in ((1, 70, 2), (1, 70, 2, 6)):
-        assert_close(linear_attention(q, k, v, torch.zeros(shape), normalize=normalize)[0], expected)
+        assert_close(
+            linear_attention(q, k, v, torch.zeros(shape), normalize=normalize)[0], expected
+        )
 
 
 def test_equal_gates_of_all_channels_equal_one_gate():
@@ -400,9 +470,14 @@ def test_a_constant_gate_is_retention():
 
 def test_mamba2_is_a_scalar_gate():
     """h <- e^(A step) h + step B x^T;   y = h^T C + D x, B and C shared by all heads."""
-    C, B, x = random(1, 70, 1, 6), random(1, 70, 1, 6, seed=1), random(1, 70, 4, 5, seed=2)
-    step, A, D = random(1, 70, 4, seed=3).exp(), -random(4, seed=4).exp(), random(4, seed=5)
-    h, expected = torch.zeros(4, 6, 5, dtype=torch.float64), []
+    C = random(1, 70, 1, 6)
+    B = random(1, 70, 1, 6, seed=1)
+    x = random(1, 70, 4, 5, seed=2)
+    step = random(1, 70, 4, seed=3).exp()
+    A = -random(4, seed=4).exp()
+    D = random(4, seed=5)
+    h = torch.zeros(4, 6, 5, dtype=torch.float64)
+    expected = []
     for t in range(70):
         h = (A * step[0, t]).exp()[:, None, None] * h
         h = h + step[0, t][:, None, None] * B[0, t, 0][None, :, None] * x[0, t][:, None, :]
@@ -413,14 +488,20 @@ def test_mamba2_is_a_scalar_gate():
 
 def test_a_selective_scan_is_a_sum_over_the_past():
     """Also where keys share a rate and channels a decay, which is a scalar gate."""
-    q, k, v = random(1, 70, 2, 6), random(1, 70, 2, 6, seed=1), random(1, 70, 2, 5, seed=2)
-    g, rate = -random(1, 70, 2, 5, seed=3).exp(), random(2, 6, 5, seed=4).exp()
+    q = random(1, 70, 2, 6)
+    k = random(1, 70, 2, 6, seed=1)
+    v = random(1, 70, 2, 5, seed=2)
+    g = -random(1, 70, 2, 5, seed=3).exp()
+    rate = random(2, 6, 5, seed=4).exp()
     b = g.cumsum(1)
     between = (b[:, :, None] - b[:, None])[..., None, :].clamp(max=0)  # [B, i, j, H, 1, V]
     causal = torch.ones(70, 70, dtype=torch.float64).tril()
-    expected = torch.einsum("bihk,bjhk,bjhv,ij,bijhkv->bihv", q, k, v, causal, (rate * between).exp())
+    expected = torch.einsum(
+        "bihk,bjhk,bjhv,ij,bijhkv->bihv", q, k, v, causal, (rate * between).exp()
+    )
     assert_close(selective_scan(q, k, v, g, rate)[0], expected)
-    scalar, ones = g[..., :1], torch.ones_like(rate)
+    scalar = g[..., :1]
+    ones = torch.ones_like(rate)
     alike = selective_scan(q, k, v, scalar.expand_as(g), ones)[0]
     assert_close(alike, linear_attention(q, k, v, scalar[..., 0], scale=1.0)[0])
 
@@ -428,7 +509,9 @@ def test_a_selective_scan_is_a_sum_over_the_past():
 def test_a_selective_scan_keeps_less_than_a_state_of_each_token():
     arguments = make(next(op for op in OPS if op.op is selective_scan), {}, T=130, K=16, V=32)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x.numel()) or x, lambda x: x
+    ):
         selective_scan(**arguments)
     assert sum(kept) < arguments["v"].numel() * 16 / 2
 
@@ -453,7 +536,9 @@ def test_orthonormal_keys_return_their_values():
 def with_and_without_beta(decay, T):
     """Arguments of log-linear attention, the op that it is without levels, and that op's arguments."""
     for delta, op in ((False, linear_attention), (True, delta_rule)):
-        arguments = log_linear_example(T=T, K=6, V=5, HV=4, dtype=torch.float64, decay=decay, delta=delta)
+        arguments = log_linear_example(
+            T=T, K=6, V=5, HV=4, dtype=torch.float64, decay=decay, delta=delta
+        )
         del arguments["initial_state"]
         yield arguments, op, {n: x for n, x in arguments.items() if n != "level_weights"}
 
@@ -462,17 +547,21 @@ def with_and_without_beta(decay, T):
 def test_levels_that_weigh_one_are_none(decay):
     for arguments, op, same in with_and_without_beta(decay, 150):
         weights = torch.ones_like(arguments["level_weights"])
-        o, state = log_linear_attention(**{**arguments, "level_weights": weights}, output_final_state=True)
+        o, state = log_linear_attention(
+            **{**arguments, "level_weights": weights}, output_final_state=True
+        )
         expected, memory = op(**same, output_final_state=True)
         assert_close((o, state.levels.sum(1)), (expected, memory))
 
 
 def blocks_before(t):
     """The level of each token up to t: its own, then blocks from the right of as many tokens as ones of t stand for."""
-    levels, end = [0], t
+    levels = [0]
+    end = t
     while end:
         size = end & -end
-        levels, end = [size.bit_length()] * size + levels, end - size
+        levels = [size.bit_length()] * size + levels
+        end = end - size
     return levels
 
 

@@ -13,7 +13,12 @@ TRANSFORMER = CASE["transformer"]
 SEGMENTS = {"past_window": 4, "segment_length": 4, "compressed_length": 3, "compression_rate": 2}
 OWN_LOSSES = {
     "span": {"pattern": "adaptive_span", "max_span": 8, "span_ramp": 2, "span_loss_weight": 0.1},
-    "span of one layer": {"pattern": ["full", "adaptive_span"], "max_span": 8, "span_ramp": 2, "span_loss_weight": 0.1},
+    "span of one layer": {
+        "pattern": ["full", "adaptive_span"],
+        "max_span": 8,
+        "span_ramp": 2,
+        "span_loss_weight": 0.1,
+    },
     "routing": {"pattern": "routing", "pattern_size": 4, "num_buckets": 4},
     "routing by head": {"pattern": "routing_by_head", "pattern_size": 4, "num_buckets": 4},
     "compression": {"past": "compressive", **SEGMENTS},
@@ -29,7 +34,9 @@ OWN_LOSSES = {
         "span_loss_weight": 0.1,
     },
 }
-DIVISIBLE = [name for name in OWN_LOSSES if "compression" not in name]  # which passes no gradients to segments before
+DIVISIBLE = [
+    name for name in OWN_LOSSES if "compression" not in name
+]  # which passes no gradients to segments before
 every_own_loss = pytest.mark.parametrize("name", OWN_LOSSES)
 T = 24
 LENGTHS = (24, 9, 20, 13)  # of four texts, two of which are as long as the other two
@@ -46,10 +53,13 @@ def make(name):
 
 def rows(side="right"):
     """Four texts with padding [4, T]: tokens, mask and labels, some of which are left out, as those of prompts."""
-    tokens, mask = random_tokens(4, T), torch.zeros(4, T, dtype=torch.long)
+    tokens = random_tokens(4, T)
+    mask = torch.zeros(4, T, dtype=torch.long)
     for row, length in zip(mask, LENGTHS):
         row[slice(T - length, T) if side == "left" else slice(length)] = 1
-    labels = tokens.masked_fill(mask.cumsum(1) * mask < 2, -100)  # not that of a first token, which nothing predicts
+    labels = tokens.masked_fill(
+        mask.cumsum(1) * mask < 2, -100
+    )  # not that of a first token, which nothing predicts
     labels[0, 3:9] = -100
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
@@ -87,14 +97,17 @@ def test_every_mixer_that_adds_to_the_loss_is_tested_here():
     def subclasses(cls):
         return {cls}.union(*map(subclasses, cls.__subclasses__()))
 
-    add = {cls for cls in subclasses(TransformerMixer) if "own_loss" in vars(cls)} - {TransformerMixer}
+    add = {cls for cls in subclasses(TransformerMixer) if "own_loss" in vars(cls)} - {
+        TransformerMixer
+    }
     tested = {type(layer.mixer) for name in OWN_LOSSES for layer in make(name).model.layers}
     assert add == add & set().union(*(cls.mro() for cls in tested))
 
 
 @every_own_loss
 def test_the_loss_is_a_mean_over_tokens_that_predict_a_label(name):
-    model, batch = make(name), rows()
+    model = make(name)
+    batch = rows()
     own = model.model(batch["input_ids"], attention_mask=batch["attention_mask"]).own_losses
     predicts = F.pad(batch["labels"][:, 1:], (0, 1), value=-100) != -100
     assert own.requires_grad
@@ -107,18 +120,23 @@ def test_the_loss_is_a_mean_over_tokens_that_predict_a_label(name):
 @every_own_loss
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_has_no_loss_and_changes_that_of_no_token(name, side):
-    model, batch = make(name), rows(side)
+    model = make(name)
+    batch = rows(side)
     output = model.model(batch["input_ids"], attention_mask=batch["attention_mask"])
     is_token = batch["attention_mask"].bool()
     assert not output.own_losses[~is_token].any()
-    alone = [model.model(row[here][None]).own_losses[0] for row, here in zip(batch["input_ids"], is_token)]
+    alone = [
+        model.model(row[here][None]).own_losses[0]
+        for row, here in zip(batch["input_ids"], is_token)
+    ]
     assert_close(output.own_losses[is_token], torch.cat(alone))
     assert_close(output.own_loss, torch.cat(alone).mean())
 
 
 @every_own_loss
 def test_packed_texts_have_the_losses_of_each_alone(name):
-    model, texts = make(name), [row[:length] for row, length in zip(random_tokens(4, T), LENGTHS)]
+    model = make(name)
+    texts = [row[:length] for row, length in zip(random_tokens(4, T), LENGTHS)]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     alone = torch.cat([model.model(text[None]).own_losses[0] for text in texts])
     for number in (1, 2):
@@ -131,17 +149,22 @@ def test_packed_texts_have_the_losses_of_each_alone(name):
 @every_own_loss
 @pytest.mark.parametrize("size", [1, 3])
 def test_micro_batches_add_up_to_the_batch(name, size):
-    model, batch = make(name), rows()
+    model = make(name)
+    batch = rows()
     number = count(batch["labels"])
     whole = learned(model, model(**batch, num_items_in_batch=number).loss)
     assert_equal(learned(model, model(**batch).loss), whole)
     parts = [dict(zip(batch, part)) for part in zip(*(x.split(size) for x in batch.values()))]
-    assert_equal(learned(model, *(model(**part, num_items_in_batch=int(number)).loss for part in parts)), whole)
+    assert_equal(
+        learned(model, *(model(**part, num_items_in_batch=int(number)).loss for part in parts)),
+        whole,
+    )
 
 
 @every_own_loss
 def test_the_trainer_accumulates_what_it_learns_from_a_batch(name, tmp_path):
-    batch, found = rows(), []
+    batch = rows()
+    found = []
     data = [dict(zip(batch, row)) for row in zip(*batch.values())]
     for size in (4, 1):
         model = make(name)
@@ -162,7 +185,12 @@ def test_the_trainer_accumulates_what_it_learns_from_a_batch(name, tmp_path):
         before = {n: x.detach().clone() for n, x in model.named_parameters()}
         trainer = Trainer(model, arguments, train_dataset=data)
         trainer.train()
-        found.append([trainer.state.log_history[0]["loss"], {n: x - before[n] for n, x in model.named_parameters()}])
+        found.append(
+            [
+                trainer.state.log_history[0]["loss"],
+                {n: x - before[n] for n, x in model.named_parameters()},
+            ]
+        )
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)  # the log rounds
     for key, x in found[0][1].items():
         assert (found[1][1][key] - x).abs().max() <= 1e-5 * x.abs().max(), key
@@ -171,7 +199,8 @@ def test_the_trainer_accumulates_what_it_learns_from_a_batch(name, tmp_path):
 @every_own_loss
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_layers_that_are_computed_again_have_the_same_gradients(name, reentrant):
-    model, batch = make(name), rows()
+    model = make(name)
+    batch = rows()
     expected = learned(model, model(**batch, use_cache=False).loss)
     model.enable_input_require_grads()
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
@@ -182,17 +211,26 @@ def test_layers_that_are_computed_again_have_the_same_gradients(name, reentrant)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("length", [5, 8])
 def test_rows_in_chunks_have_the_loss_and_the_gradients_of_whole_ones(name, side, length):
-    model, batch = make(name), rows(side)
-    batch = {key: x[1:3] for key, x in batch.items()}  # some chunks of 5 and 8 tokens are nothing but padding
+    model = make(name)
+    batch = rows(side)
+    batch = {
+        key: x[1:3] for key, x in batch.items()
+    }  # some chunks of 5 and 8 tokens are nothing but padding
     expected = learned(model, model(**batch).loss)
     assert_equal(learned(model, model(**batch, chunk_length=length).loss), expected)
-    outputs = [model.model(batch["input_ids"], batch["attention_mask"], chunk_length=x) for x in (None, length)]
+    outputs = [
+        model.model(batch["input_ids"], batch["attention_mask"], chunk_length=x)
+        for x in (None, length)
+    ]
     assert_close(outputs[1].own_loss, outputs[0].own_loss)
     assert_close(outputs[1].own_losses, outputs[0].own_losses)
 
 
 def test_labels_that_were_shifted_before_are_used_as_they_are():
-    model, batch = make("ponder"), rows()
+    model = make("ponder")
+    batch = rows()
     expected = model(**batch).loss
     shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    assert_close(model(**batch | {"labels": batch["labels"].flip(1)}, shift_labels=shifted).loss, expected)
+    assert_close(
+        model(**batch | {"labels": batch["labels"].flip(1)}, shift_labels=shifted).loss, expected
+    )

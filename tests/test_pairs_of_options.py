@@ -73,21 +73,51 @@ def changes(needs=None, /, **options) -> list[Change]:
     return [Change({name: x}, needs or {}) for name, values in options.items() for x in values]
 
 
-EXPERTS, PRODUCT_KEYS = {"mlp_types": ["experts"]}, {"mlp_types": ["mlp_and_memory"]}
+EXPERTS = {"mlp_types": ["experts"]}
+PRODUCT_KEYS = {"mlp_types": ["mlp_and_memory"]}
 BLOCK = [  # what all layers have around their mixers
-    *changes(norm_placement=["post", "both"], residual_multiplier=[0.5], embedding_multiplier=[2.0]),
-    *changes(final_logit_softcapping=[1.0], tie_word_embeddings=[True], hidden_act=["gelu"], mlp_bias=[True]),
+    *changes(
+        norm_placement=["post", "both"], residual_multiplier=[0.5], embedding_multiplier=[2.0]
+    ),
+    *changes(
+        final_logit_softcapping=[1.0],
+        tie_word_embeddings=[True],
+        hidden_act=["gelu"],
+        mlp_bias=[True],
+    ),
     *changes(mlp_types=[["experts"], ["memory"], ["mlp_and_memory"], ["none"]], rms_norm_eps=[0.3]),
-    *changes(EXPERTS, num_experts=[3], num_experts_per_tok=[1], moe_intermediate_size=[4], norm_topk_prob=[False]),
-    *changes(PRODUCT_KEYS, num_product_keys=[4], product_key_heads=[2], product_key_dim=[6], product_key_top_k=[1]),
+    *changes(
+        EXPERTS,
+        num_experts=[3],
+        num_experts_per_tok=[1],
+        moe_intermediate_size=[4],
+        norm_topk_prob=[False],
+    ),
+    *changes(
+        PRODUCT_KEYS,
+        num_product_keys=[4],
+        product_key_heads=[2],
+        product_key_dim=[6],
+        product_key_top_k=[1],
+    ),
 ]
 OUTSIDE = [  # some of these, for layers of other kinds: what is around a mixer does not know which one it is
-    *changes(norm_placement=["post"], residual_multiplier=[0.5], final_logit_softcapping=[1.0], mlp_bias=[True]),
+    *changes(
+        norm_placement=["post"],
+        residual_multiplier=[0.5],
+        final_logit_softcapping=[1.0],
+        mlp_bias=[True],
+    ),
 ]
 HEADS = changes(num_attention_heads=[2], num_key_value_heads=[4], head_dim=[6])
 ATTENTION = [
     *HEADS,
-    *changes(attention_bias=[True], attention_output_bias=[True], use_qk_norm=[True], query_pre_attn_scalar=[3]),
+    *changes(
+        attention_bias=[True],
+        attention_output_bias=[True],
+        use_qk_norm=[True],
+        query_pre_attn_scalar=[3],
+    ),
     *changes({"use_qk_norm": True}, qk_norm_whole_width=[True]),
     *changes(attn_logit_softcapping=[0.5]),
 ]
@@ -97,18 +127,53 @@ ROTATED = [
     Change({"local_rope_layers": [1], "local_rope_parameters": ROPE}),
 ]
 WINDOW = [
-    *changes(sliding_window=[3], num_sink_tokens=[2], attention_sinks=[True], full_attention_heads=[[[1]]]),
+    *changes(
+        sliding_window=[3],
+        num_sink_tokens=[2],
+        attention_sinks=[True],
+        full_attention_heads=[[[1]]],
+    ),
     *changes({"full_attention_heads": [[0]]}, full_attention_window=[6]),
 ]
-KEPT = [*changes(num_kept_tokens=[3], virtual_token=[True]), *changes({"num_kept_tokens": 3}, kept_block_size=[2])]
+KEPT = [
+    *changes(num_kept_tokens=[3], virtual_token=[True]),
+    *changes({"num_kept_tokens": 3}, kept_block_size=[2]),
+]
 SLOTS = changes(num_memory_slots=[3])
 TRANSFORMER = [
-    *changes(position=["none", "sinusoidal", "learned", "relative", "xl", "alibi", "distance_aware", "forget"]),
+    *changes(
+        position=[
+            "none",
+            "sinusoidal",
+            "learned",
+            "relative",
+            "xl",
+            "alibi",
+            "distance_aware",
+            "forget",
+        ]
+    ),
     *changes({"position": "relative"}, max_relative_distance=[3]),
     *changes(depth=["universal", "reversible"]),
 ]
-NAMES = ["block_local", "dilated", "longformer_by_head", "blockwise", "adaptive_span", "strided", "strided_by_head"]
-NAMES += ["fixed", "fixed_by_head", "bigbird", "linformer", "reformer", "routing", "routing_by_head"]
+NAMES = [
+    "block_local",
+    "dilated",
+    "longformer_by_head",
+    "blockwise",
+    "adaptive_span",
+    "strided",
+    "strided_by_head",
+]
+NAMES += [
+    "fixed",
+    "fixed_by_head",
+    "bigbird",
+    "linformer",
+    "reformer",
+    "routing",
+    "routing_by_head",
+]
 PATTERNS = [
     *changes(pattern=NAMES, past=["xl", "compressive", "memorizing", "infinite"]),
     *changes({"pattern": "strided"}, pattern_size=[3]),
@@ -122,8 +187,18 @@ PATTERNS = [
     *changes({"pattern": "reformer"}, num_hashes=[1]),
     *changes({"pattern": "adaptive_span"}, max_span=[3], span_ramp=[5], span_limits=[[4]]),
     *changes({"past": "xl"}, past_window=[2], segment_length=[2]),
-    *changes({"past": "compressive"}, compression=["mean", "most_used"], compression_rate=[4], compressed_length=[1]),
-    *changes({"past": "memorizing"}, memory_join=["softmax", "attention"], memory_size=[3], memory_top_k=[1]),
+    *changes(
+        {"past": "compressive"},
+        compression=["mean", "most_used"],
+        compression_rate=[4],
+        compressed_length=[1],
+    ),
+    *changes(
+        {"past": "memorizing"},
+        memory_join=["softmax", "attention"],
+        memory_size=[3],
+        memory_top_k=[1],
+    ),
 ]
 SIZES_OF_PATTERNS = {
     "pattern_size": 4,
@@ -154,7 +229,11 @@ OF_FAMILIES = {
         *OUTSIDE,
         *ATTENTION,
         *ROTATED,
-        *changes(write_kernel=["linear", "relu", "round"], read_kernel=["linear", "relu"], write_rope=[False]),
+        *changes(
+            write_kernel=["linear", "relu", "round"],
+            read_kernel=["linear", "relu"],
+            write_rope=[False],
+        ),
         *changes(beta_mode=["delta", "none"], beta_activation=["tanh", "identity"]),
     ],
 }
@@ -183,7 +262,8 @@ class Layer:
     """Models of one layer of a kind in a family, by their options."""
 
     def __init__(self, family: str, kind: str):
-        self.family, self.own = FAMILY[family], SIZES_OF_PATTERNS if family == "hf_memory_transformer" else {}
+        self.family = FAMILY[family]
+        self.own = SIZES_OF_PATTERNS if family == "hf_memory_transformer" else {}
         self.base = {**SMALL, **self.own, "layer_types": [kind]}
         self.found: dict = {}
 
@@ -203,11 +283,20 @@ class Layer:
             model = self.family.causal_lm(config).double().eval()
             for name, x in [*model.named_parameters(), *model.named_buffers()]:
                 if "rotary" not in name:
-                    x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))))
+                    x.copy_(
+                        torch.randn(
+                            x.shape,
+                            generator=torch.Generator().manual_seed(zlib.crc32(name.encode())),
+                        )
+                    )
             cache = DynamicCache(config=config)
             logits = model(TOKENS, past_key_values=cache).logits
             layer = cache.layers[0]
-            states = layer.states if hasattr(layer, "states") else {"keys": layer.keys, "values": layer.values}
+            states = (
+                layer.states
+                if hasattr(layer, "states")
+                else {"keys": layer.keys, "values": layer.values}
+            )
             assert logits.isfinite().all()
             self.found[key] = logits, dict(states)
         return self.found[key]
@@ -220,18 +309,27 @@ class Layer:
         (one, states), (other, others) = self.results(options), self.results(without)
         if not torch.allclose(one, other, rtol=1e-9, atol=1e-9) or states.keys() != others.keys():
             return True
-        return any(x.shape != others[name].shape or not torch.allclose(x, others[name]) for name, x in states.items())
+        return any(
+            x.shape != others[name].shape or not torch.allclose(x, others[name])
+            for name, x in states.items()
+        )
 
 
 def sets_of(layer: Layer, all_changes: list[Change]):
     """Sets of changes that a config takes together, until each pair that it takes is in one of them; and those that
     are in no earlier set with another one of this set."""
-    options = {(a.name, b.name): merged(a.needs, b.needs, a.values, b.values) for a in all_changes for b in all_changes}
+    options = {
+        (a.name, b.name): merged(a.needs, b.needs, a.values, b.values)
+        for a in all_changes
+        for b in all_changes
+    }
     pairs = [
         (a, b)
         for i, a in enumerate(all_changes)
         for b in all_changes[:i]
-        if not {*a.values} & {*b.needs, *b.values} and not {*b.values} & {*a.needs} and not is_by_layer(a, b)
+        if not {*a.values} & {*b.needs, *b.values}
+        and not {*b.values} & {*a.needs}
+        and not is_by_layer(a, b)
         if (both := options[a.name, b.name]) is not None and layer.config(both) is not None
     ]
     left = {(a.name, b.name) for a, b in pairs}
@@ -242,7 +340,9 @@ def sets_of(layer: Layer, all_changes: list[Change]):
         chosen = [a, b]
         for c in all_changes:
             if all((c.name, x.name) in taken for x in chosen):
-                together = merged(*(x.needs for x in chosen), c.needs, *(x.values for x in chosen), c.values)
+                together = merged(
+                    *(x.needs for x in chosen), c.needs, *(x.values for x in chosen), c.values
+                )
                 if together is not None and layer.config(together) is not None:
                     chosen.append(c)
         names = {x.name for x in chosen}
@@ -251,7 +351,9 @@ def sets_of(layer: Layer, all_changes: list[Change]):
         yield chosen, [x for x in chosen if x.name in {name for pair in new for name in pair}]
 
 
-LAYERS = [("hf_memory_deltanet", kind) for kind in OF_LAYERS] + [("hf_memory_deltaformer", "sliding_memory")]
+LAYERS = [("hf_memory_deltanet", kind) for kind in OF_LAYERS] + [
+    ("hf_memory_deltaformer", "sliding_memory")
+]
 
 
 @pytest.mark.parametrize(("family", "kind"), LAYERS)
@@ -278,9 +380,13 @@ def test_every_option_is_changed_or_has_a_reason():
 
 def test_an_ignored_option_is_seen(monkeypatch):
     """Sinks that no mixer has, although the config takes them."""
-    monkeypatch.setattr(windowed.WindowedMixer, "forward", _without_sinks(windowed.WindowedMixer.forward))
+    monkeypatch.setattr(
+        windowed.WindowedMixer, "forward", _without_sinks(windowed.WindowedMixer.forward)
+    )
     layer = Layer("hf_memory_deltanet", "sliding_heads")
-    assert not layer.has_effect({"attention_sinks": True, "use_qk_norm": True}, Change({"attention_sinks": True}))
+    assert not layer.has_effect(
+        {"attention_sinks": True, "use_qk_norm": True}, Change({"attention_sinks": True})
+    )
 
 
 def _without_sinks(forward):

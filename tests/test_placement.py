@@ -55,7 +55,9 @@ def test_words_for_layers(keep, num_layers, layers):
     assert kept_layers(keep, num_layers) == layers
 
 
-@pytest.mark.parametrize(("keep", "count"), [("auto", 2), ("auto:1/2", 5), ("auto:1/99", 1), ("1/4", 0), ((0,), 0)])
+@pytest.mark.parametrize(
+    ("keep", "count"), [("auto", 2), ("auto:1/2", 5), ("auto:1/99", 1), ("1/4", 0), ((0,), 0)]
+)
 def test_how_many_layers_auto_keeps(keep, count):
     assert share_count("auto", keep, 10) == count
 
@@ -77,9 +79,12 @@ def test_wrong_words_are_explained(keep, message):
 
 
 def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
-    teacher, tokens = make_teacher(), random_tokens(200)
+    teacher = make_teacher()
+    tokens = random_tokens(200)
     made = convert(teacher, tokens, keep="auto:1/2", run=Run(tmp_path), **BOTH_STAGES)
-    assert made.plan.kept == (layers_by_heads(rank_heads_by_predictions(teacher, tokens, window=WINDOW))[0],)
+    assert made.plan.kept == (
+        layers_by_heads(rank_heads_by_predictions(teacher, tokens, window=WINDOW))[0],
+    )
     assert made.student.config.layer_types[made.plan.kept[0]] == "full_attention"
     again = convert(teacher, tokens, keep="auto:1/2", run=Run(tmp_path), **BOTH_STAGES)
     assert same(again.student, made.student)
@@ -107,7 +112,8 @@ def test_heads_that_retrieve_most_are_found():
     ],
 )
 def test_a_fraction_of_the_heads_keeps_everything(to, longest, expected):
-    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
     kept = {"sliding_window": 6, "full_attention_window": longest}
     made = convert(teacher, tokens, to=to, keep="heads:1/4", **BOTH_STAGES, **kept)
     config = made.student.config
@@ -124,10 +130,14 @@ def test_a_fraction_of_the_heads_keeps_everything(to, longest, expected):
     ("window", "stays"), [({}, True), ({"sliding_window": 4}, True), ({"sliding_window": 3}, False)]
 )
 def test_layers_that_have_windows_keep_them_beside_layers_that_get_some(window, stays):
-    teacher, tokens = make_teacher("gemma3"), random_tokens(1, 400)[0]
+    teacher = make_teacher("gemma3")
+    tokens = random_tokens(1, 400)[0]
     made = convert(teacher, tokens, to="attention", keep="heads:1/2", **BOTH_STAGES, **window)
     config = made.student.config
-    assert config.layer_types == ["sliding_attention" if stays else "sliding_heads", "sliding_heads"]
+    assert config.layer_types == [
+        "sliding_attention" if stays else "sliding_heads",
+        "sliding_heads",
+    ]
     assert config.sliding_window == window.get("sliding_window", teacher.config.sliding_window)
     if stays:  # one of the heads that see everything in the teacher
         assert [len(heads) for heads in config.full_attention_heads] == [0, 1]
@@ -135,7 +145,8 @@ def test_layers_that_have_windows_keep_them_beside_layers_that_get_some(window, 
 
 @pytest.mark.parametrize("option", ["attention_sinks", "virtual_token", None])
 def test_a_ranking_shows_the_first_tokens_where_something_stands_for_them(option):
-    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
     options = {"sliding_window": 6} | ({option: True} if option else {})
     recipe = Recipe(keep="heads:1/4", options=options, transfer=SCHEDULE, distillation=SCHEDULE)
     found = ranked_heads(teacher, tokens, resolve(recipe, teacher.config, tokens))
@@ -144,33 +155,50 @@ def test_a_ranking_shows_the_first_tokens_where_something_stands_for_them(option
 
 
 def test_layers_of_a_student_without_memory_are_those_that_predictions_need():
-    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
-    made = convert(teacher, tokens, to="attention", keep="auto:1/2", sliding_window=6, attention_sinks=True)
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
+    made = convert(
+        teacher, tokens, to="attention", keep="auto:1/2", sliding_window=6, attention_sinks=True
+    )
     sums = [0.0] * teacher.config.num_hidden_layers
     for score in rank_heads_by_predictions(teacher, tokens, window=6, first=4):
         sums[score.layer] += score.score
     assert made.plan.kept == (sums.index(max(sums)),)
     kinds = {0: "sliding_heads"} | dict.fromkeys(made.plan.kept, "full_attention")
-    assert made.student.config.layer_types == [kinds.get(i, "sliding_heads") for i in range(len(sums))]
-    assert made.losses.keys() == {"attention transfer", "distillation"}  # sinks are not what a teacher has
+    assert made.student.config.layer_types == [
+        kinds.get(i, "sliding_heads") for i in range(len(sums))
+    ]
+    assert made.losses.keys() == {
+        "attention transfer",
+        "distillation",
+    }  # sinks are not what a teacher has
 
 
 def test_transfer_leaves_all_but_a_memory_beside_a_window_alone():
-    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
     beside = {"sliding_window": 6, "num_memory_slots": 4}
     none = Schedule(steps=0, learning_rate=1e-3, length=16)
     before, after = (
-        convert(teacher, tokens, to="deltanet", transfer=schedule, distillation=none, **beside).student.state_dict()
+        convert(
+            teacher, tokens, to="deltanet", transfer=schedule, distillation=none, **beside
+        ).student.state_dict()
         for schedule in (none, SCHEDULE)
     )
-    changed = {name.split(".mixer.")[1].split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    changed = {
+        name.split(".mixer.")[1].split(".")[0]
+        for name in before
+        if not torch.equal(before[name], after[name])
+    }
     assert changed == {"far"}
 
 
 def test_heads_are_ranked_by_what_a_window_in_them_changes():
     """Scores add up to KL(teacher || windows in all heads), and a head without any say has none."""
-    teacher, tokens = in_float64(make_teacher()), random_tokens(1, 400)[0]
-    config, output = teacher.config, teacher.model.layers[0].self_attn.o_proj.weight
+    teacher = in_float64(make_teacher())
+    tokens = random_tokens(1, 400)[0]
+    config = teacher.config
+    output = teacher.model.layers[0].self_attn.o_proj.weight
     with torch.no_grad():
         output[:, : output.shape[1] // config.num_key_value_heads] = 0
     rows = [(x, torch.arange(20, x.shape[1])) for x in passages(Text.of(tokens))]
@@ -180,23 +208,32 @@ def test_heads_are_ranked_by_what_a_window_in_them_changes():
     student = make_student(teacher, "attention", sliding_window=6, num_sink_tokens=1)
     carry_over(student.double(), teacher)
     with torch.no_grad():
-        kl = [divergence(student(x).logits[0, y], teacher(x).logits[0, y]).item() / len(y) for x, y in rows]
+        kl = [
+            divergence(student(x).logits[0, y], teacher(x).logits[0, y]).item() / len(y)
+            for x, y in rows
+        ]
     assert scores.sum().item() == pytest.approx(sum(kl) / len(kl), rel=0.1)
 
 
 def test_heads_that_predictions_need_are_ranked_on_passages_longer_than_the_window():
     """A passage and its second reading are a window apart; if a window sees all that is read, retrieval decides."""
-    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
     rows = list(passages(Text.of(tokens), 120))
     assert [x.shape for x in rows] == [(1, 2 * 50 + 120)] * 3
     assert all(torch.equal(x[0, :50], x[0, 170:]) for x in rows)
-    scores = window_divergences(teacher, [(x, torch.arange(220)) for x in rows], window=120, first=1)
+    scores = window_divergences(
+        teacher, [(x, torch.arange(220)) for x in rows], window=120, first=1
+    )
     assert rank_heads_by_predictions(teacher, tokens, window=120, first=1) == ranked(scores)
-    assert rank_heads_by_predictions(teacher, tokens, window=400) == rank_heads_by_retrieval(teacher, tokens)
+    assert rank_heads_by_predictions(teacher, tokens, window=400) == rank_heads_by_retrieval(
+        teacher, tokens
+    )
 
 
 def test_the_smallest_student_that_reaches_a_goal_is_found():
-    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
     recipe = Recipe(options={"sliding_window": 6})
     far = smallest_student(recipe, 10.0, teacher, tokens)
     assert [x.recipe.keep for x in far] == ["heads:1/25"]
@@ -205,5 +242,8 @@ def test_the_smallest_student_that_reaches_a_goal_is_found():
     assert all(x.kl > far[0].kl * 0.99 for x in near[:-1])
     assert near[-1].kl <= far[0].kl * 0.99
     assert near[0].kl == far[0].kl
-    with pytest.raises(ValueError, match="goal must be a KL that half of the heads reach before training, got 1e-09"):
+    with pytest.raises(
+        ValueError,
+        match="goal must be a KL that half of the heads reach before training, got 1e-09",
+    ):
         smallest_student(recipe, 1e-9, teacher, tokens)

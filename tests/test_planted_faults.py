@@ -69,7 +69,9 @@ def test_ignored_packing_is_seen(case, monkeypatch):
 def test_a_state_off_by_a_tenth_is_seen(case, monkeypatch):
     read = MemoryLayer.read
     monkeypatch.setattr(
-        MemoryLayer, "read", lambda self, *args: {name: 0.9 * x for name, x in read(self, *args).items()}
+        MemoryLayer,
+        "read",
+        lambda self, *args: {name: 0.9 * x for name, x in read(self, *args).items()},
     )
     with pytest.raises(AssertionError):
         test_modeling.test_step_by_step_equals_full_forward(case)
@@ -78,15 +80,21 @@ def test_a_state_off_by_a_tenth_is_seen(case, monkeypatch):
 @pytest.mark.parametrize("name", cache_argument.NAMES)
 def test_a_cache_that_vanishes_among_other_arguments_is_seen(name, monkeypatch):
     named = cache_argument.named_cache
-    monkeypatch.setattr(cache_argument, "named_cache", lambda given, *to: named({**given, name: None}, *to))
+    monkeypatch.setattr(
+        cache_argument, "named_cache", lambda given, *to: named({**given, name: None}, *to)
+    )
     with pytest.raises(AssertionError):
-        test_cache_argument.test_decoding_with_a_cache_of_either_name_changes_no_token(CASES[0], name)
+        test_cache_argument.test_decoding_with_a_cache_of_either_name_changes_no_token(
+            CASES[0], name
+        )
 
 
 def test_a_cache_of_an_unknown_name_that_vanishes_is_seen(monkeypatch):
     monkeypatch.setattr(cache_argument, "_check_no_cache", lambda name, value: None)
     with pytest.raises(pytest.fail.Exception):
-        test_cache_argument.test_a_cache_of_another_name_is_refused("language model", "past_key_value")
+        test_cache_argument.test_a_cache_of_another_name_is_refused(
+            "language model", "past_key_value"
+        )
 
 
 @every_recurrent_family
@@ -118,7 +126,9 @@ def test_a_loss_without_the_texts_part_is_seen(monkeypatch):
 def test_a_resume_that_starts_over_is_seen(monkeypatch, tmp_path):
     monkeypatch.setattr(trainer, "last_whole_checkpoint", lambda folder: None)
     with pytest.raises(AssertionError):
-        test_conversion.test_a_stopped_conversion_goes_on_as_if_it_had_not_been_stopped(tmp_path, "distillation")
+        test_conversion.test_a_stopped_conversion_goes_on_as_if_it_had_not_been_stopped(
+            tmp_path, "distillation"
+        )
 
 
 def test_a_teacher_with_dropout_is_seen(monkeypatch):
@@ -140,11 +150,17 @@ def test_what_stands_at_padding_is_seen(argument, monkeypatch):
     monkeypatch.setattr(
         delta_rule,
         "without_padding",
-        lambda mask, *inputs: [inputs[i] if i == argument else x for i, x in enumerate(blanked(mask, *inputs))],
+        lambda mask, *inputs: [
+            inputs[i] if i == argument else x for i, x in enumerate(blanked(mask, *inputs))
+        ],
     )
-    op, variant = next(form.values for form in FORMS if form.id == "delta_rule-decay=scalar-beta=random")
+    op, variant = next(
+        form.values for form in FORMS if form.id == "delta_rule-decay=scalar-beta=random"
+    )
     with pytest.raises(AssertionError):
-        test_ops.test_padding_leaves_no_trace_whatever_stands_there(op, variant, "chunk", slice(60, 65))
+        test_ops.test_padding_leaves_no_trace_whatever_stands_there(
+            op, variant, "chunk", slice(60, 65)
+        )
 
 
 def test_a_decay_at_padding_is_seen(monkeypatch):
@@ -152,7 +168,9 @@ def test_a_decay_at_padding_is_seen(monkeypatch):
     linear_attention = import_module("hf_memory.ops.linear_attention")
     blanked = linear_attention.without_padding
     monkeypatch.setattr(
-        linear_attention, "without_padding", lambda mask, *inputs: [*blanked(mask, *inputs[:3]), inputs[3]]
+        linear_attention,
+        "without_padding",
+        lambda mask, *inputs: [*blanked(mask, *inputs[:3]), inputs[3]],
     )
     case = next(case for case in CASES if case.name == "gla")
     with pytest.raises(AssertionError):
@@ -181,7 +199,9 @@ def test_a_reset_that_goes_on_recording_is_seen(monkeypatch):
 def test_a_text_without_its_beginning_is_seen(monkeypatch, tmp_path):
     monkeypatch.setattr(tokenised, "start_of", lambda tokenizer: [])
     with pytest.raises(AssertionError):
-        test_conversion.test_every_window_begins_as_the_tokenizer_begins_a_text(tmp_path, monkeypatch)
+        test_conversion.test_every_window_begins_as_the_tokenizer_begins_a_text(
+            tmp_path, monkeypatch
+        )
 
 
 def test_a_past_that_is_overwritten_before_it_is_read_is_seen(monkeypatch):
@@ -189,7 +209,10 @@ def test_a_past_that_is_overwritten_before_it_is_read_is_seen(monkeypatch):
 
     def rolled(self, new):
         past, stored = grown(self, new)
-        return {name: torch.cat([x[:, 1:], x[:, -1:]], 1) if self.states else x for name, x in past.items()}, stored
+        return {
+            name: torch.cat([x[:, 1:], x[:, -1:]], 1) if self.states else x
+            for name, x in past.items()
+        }, stored
 
     grown = base.Context.grown
     monkeypatch.setattr(base.Context, "grown", rolled)
@@ -202,11 +225,15 @@ def test_a_wrong_third_derivative_is_seen(monkeypatch):
 
     def standardized(z):
         variance = z.var(-1, correction=0, keepdim=True)
-        return F.layer_norm(z, z.shape[-1:], eps=network.NORM_EPS), (variance + network.NORM_EPS).rsqrt()
+        return F.layer_norm(z, z.shape[-1:], eps=network.NORM_EPS), (
+            variance + network.NORM_EPS
+        ).rsqrt()
 
     network = import_module("hf_memory.ops.neural_memory.network")
     monkeypatch.setattr(network, "standardized", standardized)
-    normed = next(name for name, options in test_neural_memory.OPTIONS.items() if options.get("norm"))
+    normed = next(
+        name for name, options in test_neural_memory.OPTIONS.items() if options.get("norm")
+    )
     with pytest.raises(GradcheckError):
         test_neural_memory.test_second_derivatives_of_the_reference_are_those_of_differences(normed)
 
@@ -214,7 +241,9 @@ def test_a_wrong_third_derivative_is_seen(monkeypatch):
 def test_equal_scores_in_any_order_are_seen(monkeypatch):
     monkeypatch.setattr(store, "LEAST", 0.0)
     with pytest.raises(AssertionError):
-        test_transformer.test_a_query_of_zeros_reads_the_same_tokens_with_and_without_a_cache("attention")
+        test_transformer.test_a_query_of_zeros_reads_the_same_tokens_with_and_without_a_cache(
+            "attention"
+        )
 
 
 def test_missing_weights_that_become_random_are_seen(monkeypatch, tmp_path):
@@ -241,11 +270,15 @@ def test_text_that_is_misread_is_seen(fault, monkeypatch, tmp_path):
         opened = Path.open
 
         def with_marks(self, mode="r", buffering=-1, encoding=None, **how):
-            return opened(self, mode, buffering, encoding=encoding and encoding.removesuffix("-sig"), **how)
+            return opened(
+                self, mode, buffering, encoding=encoding and encoding.removesuffix("-sig"), **how
+            )
 
         monkeypatch.setattr(Path, "open", with_marks)
     with pytest.raises(AssertionError):
-        test_conversion.test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_text(tmp_path)
+        test_conversion.test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_text(
+            tmp_path
+        )
 
 
 def test_a_card_that_is_measured_within_a_window_is_seen(monkeypatch, tmp_path):
@@ -257,7 +290,8 @@ def test_a_card_that_is_measured_within_a_window_is_seen(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["not a number", "infinite", "too large", "integers"])
 def test_a_forged_state_that_is_believed_is_seen(name, monkeypatch, tmp_path):
-    model, path = make_model(CASE["linear-full"]), tmp_path / "memory"
+    model = make_model(CASE["linear-full"])
+    path = tmp_path / "memory"
     save_memory(test_serving.read(model, random_tokens(1, 9)), path, model)
     monkeypatch.setattr(memory_file, "_fault", lambda *args: None)
     with pytest.raises(pytest.fail.Exception):
@@ -270,14 +304,18 @@ def test_packing_that_attention_decides_by_itself_is_seen(monkeypatch):
 
     monkeypatch.setattr(modeling_base, "packed_positions", positions)
     with pytest.raises(AssertionError):
-        test_modeling.test_no_packed_text_changes_another_whatever_positions_say(CASE["linear-full"])
+        test_modeling.test_no_packed_text_changes_another_whatever_positions_say(
+            CASE["linear-full"]
+        )
 
 
 @pytest.mark.parametrize("name", ["deltanet-window", "mamba3"])
 def test_a_state_in_the_dtype_of_autocast_is_seen(name, monkeypatch):
     monkeypatch.setattr(base, "as_declared", lambda states, spec, dtype: states)
     with pytest.raises(AssertionError):
-        test_cache.test_states_have_the_dtypes_that_are_declared_whatever_computes_them(CASE[name], torch.bfloat16)
+        test_cache.test_states_have_the_dtypes_that_are_declared_whatever_computes_them(
+            CASE[name], torch.bfloat16
+        )
 
 
 def _without(argument):
@@ -296,7 +334,9 @@ def test_layers_that_are_computed_again_with_other_random_numbers_are_seen(monke
 def test_a_loss_of_the_models_own_without_the_weight_of_a_micro_batch_is_seen(monkeypatch):
     averaged = modeling_base.mean_of_targets
     monkeypatch.setattr(
-        modeling_base, "mean_of_targets", lambda *args, num_items_in_batch=None, **kwargs: averaged(*args, **kwargs)
+        modeling_base,
+        "mean_of_targets",
+        lambda *args, num_items_in_batch=None, **kwargs: averaged(*args, **kwargs),
     )
     with pytest.raises(AssertionError):
         test_own_losses.test_micro_batches_add_up_to_the_batch("routing", 1)

@@ -13,9 +13,21 @@ import hf_memory_cli
 from cases import WORDS, word_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", RECIPES / "fsdp2.yaml"]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--config_file",
+    RECIPES / "fsdp2.yaml",
+]
 SCRIPT = Path(__file__).with_name("distributed_conversion.py")
-SMALL = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+SMALL = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+}
 
 
 @pytest.fixture
@@ -25,7 +37,8 @@ def tokenizer():
 
 
 TEACHERS = {
-    name: AutoConfig.for_model(**sizes) for name, sizes in json.loads((RECIPES / "teachers.json").read_text()).items()
+    name: AutoConfig.for_model(**sizes)
+    for name, sizes in json.loads((RECIPES / "teachers.json").read_text()).items()
 }
 SMOLLM2 = LlamaConfig(
     vocab_size=49152,
@@ -53,14 +66,28 @@ GEMMA3 = Gemma3TextConfig(
     ("name", "teacher", "stages"),
     [(name, teacher, (8_192_000,)) for name, teacher in TEACHERS.items()]
     + [("smollm2", SMOLLM2, (61_440,)), ("smollm2-slots", SMOLLM2, (12_288, 40_960))]
-    + [("smollm2-7-layers", SMOLLM2, (24_576, 122_880)), ("smollm2-4-layers", SMOLLM2, (24_576, 36_864))]
+    + [
+        ("smollm2-7-layers", SMOLLM2, (24_576, 122_880)),
+        ("smollm2-4-layers", SMOLLM2, (24_576, 36_864)),
+    ]
     + [("smollm2-heads", SMOLLM2, (139_264,)), ("gemma3", GEMMA3, ())],
 )
-def test_a_recipe_fits_its_teacher(name, teacher, stages, tokenizer, text, tmp_path, monkeypatch, capsys):
+def test_a_recipe_fits_its_teacher(
+    name, teacher, stages, tokenizer, text, tmp_path, monkeypatch, capsys
+):
     for x in (teacher, tokenizer):
         x.save_pretrained(tmp_path)
-    recipe = ["--config", RECIPES / f"{name}.yaml", "--text", text, "--output", tmp_path / "student"]
-    monkeypatch.setattr(sys, "argv", ["hf-memory", "convert", str(tmp_path), *map(str, recipe), "--dry-run"])
+    recipe = [
+        "--config",
+        RECIPES / f"{name}.yaml",
+        "--text",
+        text,
+        "--output",
+        tmp_path / "student",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["hf-memory", "convert", str(tmp_path), *map(str, recipe), "--dry-run"]
+    )
     with pytest.raises(SystemExit) as exit_:
         hf_memory_cli.app()
     printed, error = (" ".join(x.split()) for x in capsys.readouterr())
@@ -92,4 +119,6 @@ def test_the_launch_writes_and_prints_once(tokenizer, text, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("Wrote") == done.stdout.count("2/2") // 2 == 1
     assert (tmp_path / "student" / "model.safetensors").exists()
-    assert (tmp_path / "checkpoints" / "distillation" / "checkpoint-2" / "pytorch_model_fsdp_0").is_dir()
+    assert (
+        tmp_path / "checkpoints" / "distillation" / "checkpoint-2" / "pytorch_model_fsdp_0"
+    ).is_dir()

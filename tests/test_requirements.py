@@ -9,7 +9,9 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-ALLOWED = {canonicalize_name(x.name): x.specifier for x in map(Requirement, PROJECT["dependencies"])}
+ALLOWED = {
+    canonicalize_name(x.name): x.specifier for x in map(Requirement, PROJECT["dependencies"])
+}
 
 
 def pinned_versions() -> dict[str, str]:
@@ -25,7 +27,9 @@ def test_versions_that_tests_run_with_are_allowed():
 
 
 def test_each_dependency_has_a_lower_bound():
-    assert {name for name, allowed in ALLOWED.items() if ">=" not in {x.operator for x in allowed}} == set()
+    assert {
+        name for name, allowed in ALLOWED.items() if ">=" not in {x.operator for x in allowed}
+    } == set()
 
 
 def test_the_upper_bound_of_transformers_is_what_follows_the_version_that_tests_run_with():

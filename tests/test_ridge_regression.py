@@ -7,7 +7,8 @@ from comparing import assert_close
 from hf_memory.ops import OPS, linear_attention, ridge_regression
 
 example = next(op.example for op in OPS if op.op is ridge_regression)
-T, K = 40, 6
+T = 40
+K = 6
 
 
 def inputs(**options):
@@ -21,14 +22,15 @@ def test_a_memory_is_the_map_that_fits_all_pairs_best(backend):
     del x["initial_state"]
     o, _ = ridge_regression(**x, backend=backend)
     for t in (0, 3, T - 1):
-        k, v, L = x["k"][0, : t + 1, 0], x["v"][0, : t + 1, 0], x["ridge"][0].diag()
+        k = x["k"][0, : t + 1, 0]
+        v = x["v"][0, : t + 1, 0]
+        L = x["ridge"][0].diag()
         weights = (
-            x["beta"][0, : t + 1, 0] * (x["g"][0, : t + 1, 0].flip(0).cumsum(0).flip(0) - x["g"][0, : t + 1, 0]).exp()
+            x["beta"][0, : t + 1, 0]
+            * (x["g"][0, : t + 1, 0].flip(0).cumsum(0).flip(0) - x["g"][0, : t + 1, 0]).exp()
         )
-        left, right = (
-            torch.cat([weights.sqrt()[:, None] * k, L.sqrt()]),
-            torch.cat([weights.sqrt()[:, None] * v, 0 * v[:1].expand(K, -1)]),
-        )
+        left = torch.cat([weights.sqrt()[:, None] * k, L.sqrt()])
+        right = torch.cat([weights.sqrt()[:, None] * v, 0 * v[:1].expand(K, -1)])
         fit = torch.linalg.lstsq(left, right).solution
         assert_close(o[0, t, 0], x["q"][0, t, 0] @ fit)
 
@@ -51,7 +53,8 @@ def test_what_is_linear_attention(backend, case):
             "g": torch.zeros_like(x["g"]),
             "ridge": torch.full_like(x["ridge"], 0.5),
         }
-        x["q"], factor = x["k"], 1.5
+        x["q"] = x["k"]
+        factor = 1.5
     o, _ = ridge_regression(**x, backend=backend)
     expected, _ = linear_attention(x["q"], x["k"], x["beta"][..., None] * x["v"], x["g"], scale=1.0)
     assert_close(factor * o, expected)

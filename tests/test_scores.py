@@ -13,7 +13,18 @@ from torch import nn
 from hf_memory.evaluation import questions, scores
 from hf_memory.evaluation.estimates import Share, described
 from hf_memory.evaluation.questions import alike, same_fields, same_set, says, so_many
-from hf_memory.evaluation.scores import CANNOT, KINDS, RATIO, SCORE, TASKS_WON, WIN, ask, compared, places, summary
+from hf_memory.evaluation.scores import (
+    CANNOT,
+    KINDS,
+    RATIO,
+    SCORE,
+    TASKS_WON,
+    WIN,
+    ask,
+    compared,
+    places,
+    summary,
+)
 
 GROUPS = [group for group in KINDS if group != "reasoning"]
 PLACES = [(group, place) for group in GROUPS for place in places(group, (3000,))]
@@ -42,7 +53,10 @@ class Knows(nn.Module):
         self.answers = answers
 
     def generate(self, read, attention_mask, max_new_tokens, **options):
-        rows = [self.answers[tuple(row[mask.bool()].tolist())] for row, mask in zip(read, attention_mask)]
+        rows = [
+            self.answers[tuple(row[mask.bool()].tolist())]
+            for row, mask in zip(read, attention_mask)
+        ]
         made = torch.zeros(len(rows), 1 + max(map(len, rows)), dtype=torch.long)
         for row, text in zip(made, rows):
             row[: len(text)] = torch.tensor([ord(x) for x in text])
@@ -52,9 +66,25 @@ class Knows(nn.Module):
 @pytest.mark.parametrize(
     ("scorer", "answers"),
     [
-        (says("Paris"), {"Paris": 1, " paris.\nRome": 1, "It is Paris.": 1, "Rome. Paris": 0, "a b c Paris": 0, "": 0}),
-        (alike(["a", "b", "c"], str.split), {"a b c": 1, "a c": 4 / 5, "a b c x": 6 / 7, "c b a": 1 / 3, "A B C": 0}),
-        (same_set(["12", "34"], r"\d+"), {"34, 12": 1, "12 and 12": 2 / 3, "12, 34, 56": 4 / 5, "123 4": 0, "": 0}),
+        (
+            says("Paris"),
+            {
+                "Paris": 1,
+                " paris.\nRome": 1,
+                "It is Paris.": 1,
+                "Rome. Paris": 0,
+                "a b c Paris": 0,
+                "": 0,
+            },
+        ),
+        (
+            alike(["a", "b", "c"], str.split),
+            {"a b c": 1, "a c": 4 / 5, "a b c x": 6 / 7, "c b a": 1 / 3, "A B C": 0},
+        ),
+        (
+            same_set(["12", "34"], r"\d+"),
+            {"34, 12": 1, "12 and 12": 2 / 3, "12, 34, 56": 4 / 5, "123 4": 0, "": 0},
+        ),
         (
             same_fields({"name": "Ann", "age": 3}),
             {
@@ -66,7 +96,16 @@ class Knows(nn.Module):
                 "[3]": 0,
             },
         ),
-        (so_many(3), {"dog, cat, sea horse.": 1, "dog, cat": 0, "dog, cat, Dog": 0, "dog, , cat": 0, "a b c, d, e": 0}),
+        (
+            so_many(3),
+            {
+                "dog, cat, sea horse.": 1,
+                "dog, cat": 0,
+                "dog, cat, Dog": 0,
+                "dog, , cat": 0,
+                "a b c, d, e": 0,
+            },
+        ),
     ],
 )
 def test_right_answers_score_1_and_wrong_ones_less(scorer, answers):
@@ -75,15 +114,21 @@ def test_right_answers_score_1_and_wrong_ones_less(scorer, answers):
 
 @pytest.mark.parametrize(("group", "place"), PLACES, ids=lambda x: str(x))
 def test_who_knows_the_answers_scores_1_and_who_answers_another_question_does_not(group, place):
-    tokenizer, kind = Characters(), KINDS[group][place.kind]
+    tokenizer = Characters()
+    kind = KINDS[group][place.kind]
     asked = [ask(tokenizer, kind, place, f"0 {i}") for i in range(4)]
-    again, other = ([ask(tokenizer, kind, place, f"{seed} {i}")[0] for i in range(4)] for seed in (0, 1))
+    again, other = (
+        [ask(tokenizer, kind, place, f"{seed} {i}")[0] for i in range(4)] for seed in (0, 1)
+    )
     assert [prompt for prompt, _ in asked] == again != other
     if place.length:
         assert all(0.75 * place.length < len(prompt) < 1.25 * place.length for prompt, _ in asked)
 
     def found(answers):
-        known = {tuple(prompt): answer + "\n\nQuestion: and?" for (prompt, _), answer in zip(asked, answers)}
+        known = {
+            tuple(prompt): answer + "\n\nQuestion: and?"
+            for (prompt, _), answer in zip(asked, answers)
+        }
         return scores.score(Knows(known), tokenizer, group, place, items=4)
 
     right = [question.answer for _, question in asked]
@@ -115,14 +160,17 @@ def test_shares_have_wilsons_interval():
 
 
 def test_a_student_wins_or_ties_within_the_tolerance_and_only_where_the_teacher_can():
-    theirs, ours = [1.0, 1.0, 0.8, 0.0, 1.0, 1.0] * 4, [1.0, 0.94, 0.76, 0.0, 0.0, 0.95] * 4
+    theirs = [1.0, 1.0, 0.8, 0.0, 1.0, 1.0] * 4
+    ours = [1.0, 0.94, 0.76, 0.0, 0.0, 0.95] * 4
     figures = compared(Share(ours), described(Share(theirs)), 0.0, 0.05)
     assert figures[WIN] == 4 / 6
     assert figures[RATIO] == pytest.approx(sum(ours) / sum(theirs))
     low, high = figures[RATIO].interval()
     assert low < figures[RATIO] < high
     assert compared(Share(ours), described(Share(theirs)), 0.0, 0.0)[WIN] == 2 / 6
-    hard = compared(Share(ours), described(Share(theirs)), 0.7, 0.05)  # of a task with so good chances
+    hard = compared(
+        Share(ours), described(Share(theirs)), 0.7, 0.05
+    )  # of a task with so good chances
     assert hard == {SCORE: figures[SCORE], WIN: CANNOT}
 
     rows = {"needle": (ours, figures), "variables": (ours, hard)}
@@ -131,7 +179,9 @@ def test_a_student_wins_or_ties_within_the_tolerance_and_only_where_the_teacher_
     total = summary({"retrieval": records}, teacher, 0.05)
     assert (total[SCORE], total[WIN], total[TASKS_WON]) == pytest.approx((sum(ours) / 24, 4 / 6, 0))
     assert summary({"retrieval": {"variables": records["variables"]}}, teacher, 0.05) == {}
-    assert math.isfinite(compared(Share([0.0] * 9), described(Share([1.0] * 9)), 0.0, 0.05)[RATIO].interval()[1])
+    assert math.isfinite(
+        compared(Share([0.0] * 9), described(Share([1.0] * 9)), 0.0, 0.05)[RATIO].interval()[1]
+    )
 
 
 def test_puzzles_of_reasoning_gym_are_scored_by_it_and_need_it(monkeypatch):
@@ -147,11 +197,14 @@ def test_puzzles_of_reasoning_gym_are_scored_by_it_and_need_it(monkeypatch):
         def score_answer(self, text, entry):
             return float(text == entry["answer"])
 
-    place, tokenizer = places("reasoning", ())[0], Characters()
+    place = places("reasoning", ())[0]
+    tokenizer = Characters()
     monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=Made))
     _, question = ask(tokenizer, KINDS["reasoning"][place.kind], place, "0 0")
     assert question.asked == f"{place.kind} {question.answer}?"
     assert (question.score(f" {question.answer}\n"), question.score("?")) == (1, 0)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match="reasoning needs reasoning-gym: pip install reasoning-gym, got"):
+    with pytest.raises(
+        ValueError, match="reasoning needs reasoning-gym: pip install reasoning-gym, got"
+    ):
         ask(tokenizer, KINDS["reasoning"][place.kind], place, "0 0")

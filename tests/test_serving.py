@@ -21,7 +21,9 @@ from hf_memory.serving import memory_file
 
 @every_case
 def test_a_saved_memory_is_what_it_was(case, tmp_path):
-    model, tokens, word = make_model(case), random_tokens(2, 9), random_tokens(2, 3, seed=1)
+    model = make_model(case)
+    tokens = random_tokens(2, 9)
+    word = random_tokens(2, 3, seed=1)
     cache = read(model, tokens[:, :6])
     cache.activate_past_recording()
     go_on(model, cache, torch.cat([tokens[:, 6:], word], 1))
@@ -51,14 +53,23 @@ for folder in sys.argv[2:]:
 
 
 def test_another_process_goes_on_with_a_memory(tmp_path):
-    tokens, expected = random_tokens(1, 9), []
+    tokens = random_tokens(1, 9)
+    expected = []
     folders = [tmp_path / name for name in ("linear-sliding", "titans-mal")]
     for folder in folders:
         model = make_model(CASE[folder.name])
         model.save_pretrained(folder)
         save_memory(read(model, tokens[:, :8]), folder / "memory", model)
         expected.append(model.generate(tokens, max_new_tokens=6, do_sample=False)[0].tolist())
-    command = [sys.executable, "-W", "ignore", "-c", ANOTHER_PROCESS, " ".join(map(str, tokens[0].tolist())), *folders]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        ANOTHER_PROCESS,
+        " ".join(map(str, tokens[0].tolist())),
+        *folders,
+    ]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert [list(map(int, line.split())) for line in printed.splitlines()] == expected
 
@@ -73,7 +84,12 @@ def memory(tmp_path):
 def test_a_damaged_memory_is_refused(memory):
     model, path = memory
     whole = path.read_bytes()
-    for part in (whole[:100], whole[:-10], b"", whole.replace(b'"tokens_read":"9"', b'"tokens_read":"8"')):
+    for part in (
+        whole[:100],
+        whole[:-10],
+        b"",
+        whole.replace(b'"tokens_read":"9"', b'"tokens_read":"8"'),
+    ):
         assert part != whole
         path.write_bytes(part)
         with pytest.raises(ValueError, match="damaged"):
@@ -89,19 +105,49 @@ def test_a_damaged_memory_is_refused(memory):
 
 
 FORGED = {
-    "no count": (lambda header, tensors: header.pop("tokens_read"), "was changed after it was written"),
+    "no count": (
+        lambda header, tensors: header.pop("tokens_read"),
+        "was changed after it was written",
+    ),
     "negative count": (lambda header, tensors: header.update(tokens_read="-9"), "got -9 tokens"),
     "layers": (lambda header, tensors: header.update(layers="["), "must have layers"),
-    "missing state": (lambda header, tensors: tensors.pop("1.keys"), "must have the states .*1.keys"),
+    "missing state": (
+        lambda header, tensors: tensors.pop("1.keys"),
+        "must have the states .*1.keys",
+    ),
     "other state": (lambda header, tensors: tensors.update(x=torch.ones(1)), "got .* x"),
-    "not a number": (lambda header, tensors: tensors["0.memory"].view(-1)[0].fill_(float("nan")), "0.memory of finite"),
-    "infinite": (lambda header, tensors: tensors["1.keys"].view(-1)[0].fill_(torch.inf), "1.keys of finite"),
-    "too large": (lambda header, tensors: tensors["0.memory"].view(-1)[0].fill_(-3e38), "0.memory of finite"),
-    "no texts": (lambda header, tensors: tensors.update({n: x[:0] for n, x in tensors.items()}), r"the shape \[1, "),
-    "no rows": (lambda header, tensors: tensors.update({"0.memory": torch.ones(())}), r"the shape \[1, "),
-    "too many tokens": (lambda header, tensors: header.update(tokens_read="9" * 30), "from 1 to 2147483647 tokens"),
-    "integers": (lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].int()}), "1.keys .*float32"),
-    "other heads": (lambda header, tensors: tensors.update({"1.values": tensors["1.values"][:, :1]}), "the shape"),
+    "not a number": (
+        lambda header, tensors: tensors["0.memory"].view(-1)[0].fill_(float("nan")),
+        "0.memory of finite",
+    ),
+    "infinite": (
+        lambda header, tensors: tensors["1.keys"].view(-1)[0].fill_(torch.inf),
+        "1.keys of finite",
+    ),
+    "too large": (
+        lambda header, tensors: tensors["0.memory"].view(-1)[0].fill_(-3e38),
+        "0.memory of finite",
+    ),
+    "no texts": (
+        lambda header, tensors: tensors.update({n: x[:0] for n, x in tensors.items()}),
+        r"the shape \[1, ",
+    ),
+    "no rows": (
+        lambda header, tensors: tensors.update({"0.memory": torch.ones(())}),
+        r"the shape \[1, ",
+    ),
+    "too many tokens": (
+        lambda header, tensors: header.update(tokens_read="9" * 30),
+        "from 1 to 2147483647 tokens",
+    ),
+    "integers": (
+        lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].int()}),
+        "1.keys .*float32",
+    ),
+    "other heads": (
+        lambda header, tensors: tensors.update({"1.values": tensors["1.values"][:, :1]}),
+        "the shape",
+    ),
     "more than was read": (
         lambda header, tensors: header.update(tokens_read="8"),
         r"\[1, 2, 8, 8\], got \[1, 2, 9, 8\]",
@@ -110,7 +156,10 @@ FORGED = {
         lambda header, tensors: header.update(tokens_read="10"),
         r"\[1, 2, 10, 8\], got \[1, 2, 9, 8\]",
     ),
-    "fewer texts": (lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].repeat(2, 1, 1, 1)}), "shape"),
+    "fewer texts": (
+        lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].repeat(2, 1, 1, 1)}),
+        "shape",
+    ),
 }
 
 
@@ -126,7 +175,8 @@ def test_a_forged_memory_is_refused(memory, name):
 def rewrite(path, forge):
     """Change the header and the tensors of a memory, with a checksum that fits."""
     with safe_open(path, "pt") as file:
-        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     forge(header, tensors)
     tensors = {name: x.contiguous() for name, x in tensors.items()}
     save_file(tensors, path, metadata=header | {"checksum": memory_file._checksum(header, tensors)})
@@ -139,16 +189,27 @@ DTYPES = [torch.bool, torch.uint16, torch.uint64, torch.int64, torch.float8_e4m3
 def test_states_of_another_kind_of_number_are_refused(memory, dtype):
     model, path = memory
     rewrite(path, lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].to(dtype)}))
-    with pytest.raises(ValueError, match=rf"must have a state 1.keys of torch.float32, got {dtype}"):
+    with pytest.raises(
+        ValueError, match=rf"must have a state 1.keys of torch.float32, got {dtype}"
+    ):
         load_memory(path, model)
 
 
 @every_case
 def test_a_memory_with_a_forged_number_of_texts_is_refused_where_it_is_read(case, tmp_path):
-    model, path = make_model(case), tmp_path / "memory"
+    model = make_model(case)
+    path = tmp_path / "memory"
     save_memory(read(model, random_tokens(1, 9)), path, model)
-    rewrite(path, lambda header, tensors: tensors.update({name: torch.cat([x, x]) for name, x in tensors.items()}))
-    with pytest.raises(ValueError, match="cache must be of as many texts as there are rows of tokens, 1, got one of 2"):
+    rewrite(
+        path,
+        lambda header, tensors: tensors.update(
+            {name: torch.cat([x, x]) for name, x in tensors.items()}
+        ),
+    )
+    with pytest.raises(
+        ValueError,
+        match="cache must be of as many texts as there are rows of tokens, 1, got one of 2",
+    ):
         go_on(model, load_memory(path, model), random_tokens(1, 3))
     assert go_on(model, load_memory(path, model), random_tokens(2, 3)).shape[0] == 2
 
@@ -156,16 +217,22 @@ def test_a_memory_with_a_forged_number_of_texts_is_refused_where_it_is_read(case
 def test_a_count_of_tokens_with_thousands_of_digits_is_refused(memory):
     model, path = memory
     rewrite(path, lambda header, tensors: header.update(tokens_read="9" * 5000))
-    with pytest.raises(ValueError, match=r"memory must have read from 1 to 2147483647 tokens, got 9{40} tokens"):
+    with pytest.raises(
+        ValueError, match=r"memory must have read from 1 to 2147483647 tokens, got 9{40} tokens"
+    ):
         load_memory(path, model)
 
 
 def test_a_pipe_is_no_memory(memory, tmp_path):
     model, _ = memory
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="path must be a file, not a pipe or a device, got the pipe"):
+    with pytest.raises(
+        ValueError, match="path must be a file, not a pipe or a device, got the pipe"
+    ):
         load_memory(tmp_path / "pipe", model)
-    with pytest.raises(ValueError, match="path must be a file, not a pipe or a device, got the pipe"):
+    with pytest.raises(
+        ValueError, match="path must be a file, not a pipe or a device, got the pipe"
+    ):
         save_memory(read(model, random_tokens(1, 3)), tmp_path / "pipe", model)
 
 
@@ -183,7 +250,9 @@ def test_counts_that_reading_cannot_have_led_to_are_refused(name, state, tmp_pat
     for wrong in (-2, COUNTS[name, state] + 1, 2**31 - 1):
         save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
         rewrite(tmp_path / "memory", lambda header, tensors: tensors[state].fill_(wrong))  # noqa: B023
-        with pytest.raises(ValueError, match=rf"{state} of numbers from .* to {COUNTS[name, state]}, got {wrong}"):
+        with pytest.raises(
+            ValueError, match=rf"{state} of numbers from .* to {COUNTS[name, state]}, got {wrong}"
+        ):
             load_memory(tmp_path / "memory", model)
 
 
@@ -192,7 +261,11 @@ def test_another_models_memory_is_refused(memory):
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight *= 1.1
-    for wrong in (other, make_model(CASE["linear-elu"]), make_model(CASE["linear-full"], rms_norm_eps=1e-3)):
+    for wrong in (
+        other,
+        make_model(CASE["linear-elu"]),
+        make_model(CASE["linear-full"], rms_norm_eps=1e-3),
+    ):
         with pytest.raises(ValueError, match="another model"):
             load_memory(path, wrong)
 
@@ -247,7 +320,9 @@ def test_a_full_disk_leaves_the_old_memory(memory):
 
 @every_case
 def test_many_readers_of_one_prefix(case):
-    model, prefix, more = make_model(case).double(), random_tokens(1, 7), random_tokens(3, 2, seed=1)
+    model = make_model(case).double()
+    prefix = random_tokens(1, 7)
+    more = random_tokens(3, 2, seed=1)
     once = read(model, prefix)
     once.batch_repeat_interleave(3)
     texts = torch.cat([prefix.expand(3, -1), more], 1)

@@ -26,7 +26,9 @@ def rows(file):
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 @pytest.mark.parametrize("prompts", [(), ("w7", "w8 w9")])
 def test_a_text_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, template, prompts):
-    model, tokenizer, reports = make_teacher(), make_tokenizer(), []
+    model = make_teacher()
+    tokenizer = make_tokenizer()
+    reports = []
     tokenizer.chat_template = template
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     how = {"prompts": prompts, "seed": 3}
@@ -47,7 +49,9 @@ def test_a_text_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, templat
     (tmp_path / "b").mkdir()
     cut = whole.read_bytes()[: len(whole.read_bytes()) * 2 // 3]
     (tmp_path / "b" / whole.with_suffix(".partial").name).write_bytes(cut)
-    assert write_text(tmp_path / "b", model, tokenizer, 100, **how).read_bytes() == whole.read_bytes()
+    assert (
+        write_text(tmp_path / "b", model, tokenizer, 100, **how).read_bytes() == whole.read_bytes()
+    )
     assert [path.name for path in (tmp_path / "b").iterdir()] == [whole.name]
     before = whole.stat().st_mtime_ns
     assert write_text(tmp_path / "a", model, tokenizer, 100, **how).stat().st_mtime_ns == before
@@ -55,7 +59,8 @@ def test_a_text_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, templat
 
 
 def test_the_sampling_is_the_teachers(tmp_path):
-    model, tokenizer = make_teacher(), make_tokenizer()
+    model = make_teacher()
+    tokenizer = make_tokenizer()
     model.generation_config.update(eos_token_id=None, pad_token_id=None, top_k=1)
     texts = map(str, rows(write_text(tmp_path, model, tokenizer, 30)))
     assert len(set(texts)) == 1  # of one start the most likely token each time
@@ -70,7 +75,9 @@ def test_a_source_names_tokens_and_prompts(tmp_path):
     with pytest.raises(ValueError, match=r"text must be teacher:500k or .* got teacher:many"):
         parse_source("teacher:many")
     (tmp_path / "empty.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match=r"prompts must be a file with a prompt in each line, got .*empty.txt"):
+    with pytest.raises(
+        ValueError, match=r"prompts must be a file with a prompt in each line, got .*empty.txt"
+    ):
         parse_source(f"teacher:7:{tmp_path}/empty.txt")
     with pytest.raises(FileNotFoundError):
         parse_source("teacher:7:nothing.txt")

@@ -14,7 +14,9 @@ from hf_memory.mixers.base import Context
 from hf_memory.modeling.titans import RULES
 
 TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
-AS_PUBLISHED = dict.fromkeys(("variant", "memory_rope", "num_persistent_tokens"))  # what a paper leaves to its preset
+AS_PUBLISHED = dict.fromkeys(
+    ("variant", "memory_rope", "num_persistent_tokens")
+)  # what a paper leaves to its preset
 
 
 @pytest.mark.parametrize("case", TITANS, ids=lambda case: case.name)
@@ -33,16 +35,22 @@ def test_no_output_depends_on_a_later_input(case):
 @pytest.mark.parametrize("variant", ["lmm", "mag", "mal"])
 @torch.no_grad()
 def test_a_memory_can_be_told_values_of_unit_length(variant, monkeypatch):
-    told, learn = [], neural_memory.neural_memory
+    told = []
+    learn = neural_memory.neural_memory
     monkeypatch.setattr(
-        neural_memory, "neural_memory", lambda q, k, v, *a, **b: told.append(v) or learn(q, k, v, *a, **b)
+        neural_memory,
+        "neural_memory",
+        lambda q, k, v, *a, **b: told.append(v) or learn(q, k, v, *a, **b),
     )
     model = make_model(
-        next(case for case in TITANS if case.name == "titans-lmm-rope"), variant=variant, sliding_window=4
+        next(case for case in TITANS if case.name == "titans-lmm-rope"),
+        variant=variant,
+        sliding_window=4,
     )
     for model.config.memory_unit_values in (True, False):
         model(random_tokens(1, 9))
-    with_option, without = told[0].norm(dim=-1), told[-1].norm(dim=-1)
+    with_option = told[0].norm(dim=-1)
+    without = told[-1].norm(dim=-1)
     torch.testing.assert_close(with_option, torch.ones_like(with_option), rtol=0, atol=0.01)
     assert (without < 0.9).any()
 
@@ -63,7 +71,8 @@ def test_long_inner_gradients_are_cut_where_a_memory_is_deep_or_is_told_to():
 @torch.no_grad()
 def test_what_was_read_before_the_window_is_remembered(case):
     """Beyond every window and segment, the first token still matters."""
-    model, tokens = make_model(case, layer_types=["memory"] * 2), random_tokens(1, 24)
+    model = make_model(case, layer_types=["memory"] * 2)
+    tokens = random_tokens(1, 24)
     other = tokens.clone()
     other[0, 0] = 3 + (tokens[0, 0] - 2) % 60
     difference = model(tokens).logits[:, -1] - model(other).logits[:, -1]
@@ -74,7 +83,8 @@ def test_what_was_read_before_the_window_is_remembered(case):
 @torch.no_grad()
 def test_a_closed_gate_leaves_attention(name):
     case = next(case for case in CASES if case.name == name)
-    model, tokens = make_model(case, num_persistent_tokens=0), random_tokens(1, 12)
+    model = make_model(case, num_persistent_tokens=0)
+    tokens = random_tokens(1, 12)
     mixers = [module for module in model.modules() if isinstance(module, AttentionAndMemoryMixer)]
     for mixer in mixers:
         mixer.gate.zero_()
@@ -99,10 +109,12 @@ def ttt(mixer, hidden_states, q, k, v, head):
             z = F.gelu(z, approximate="tanh") @ w[:-1] + w[-1]
         return x + F.layer_norm(z, (8,), *norm, eps=1e-6)
 
-    W, outputs = [w[head].detach() for w in mixer.initial_weights()], []
+    W = [w[head].detach() for w in mixer.initial_weights()]
+    outputs = []
     for t in range(len(q)):
         if t % 4 == 0:
-            A, total = [w.detach().requires_grad_() for w in W], [torch.zeros_like(w) for w in W]
+            A = [w.detach().requires_grad_() for w in W]
+            total = [torch.zeros_like(w) for w in W]
         gradients = torch.autograd.grad((f(k[t], A) - v[t]).square().sum() / 2, A)
         total = [x + lr[t] * g for x, g in zip(total, gradients)]
         W = [a - tau[t % 4] * x for a, x in zip(A, total)]
@@ -112,10 +124,17 @@ def ttt(mixer, hidden_states, q, k, v, head):
 
 def miras(mixer, hidden_states, q, k, v, head):
     """The same of Moneta, Yaad and Memora; Memora as the paper writes it, with log W and not what is kept of it."""
-    norm, rule = [x[head] for x in mixer.inner_norm()], mixer.config.memory_rule
-    gates = {"lr": mixer.lr_proj, "decay": mixer.decay_proj, "delta": getattr(mixer, "threshold_proj", mixer.lr_proj)}
+    norm = [x[head] for x in mixer.inner_norm()]
+    rule = mixer.config.memory_rule
+    gates = {
+        "lr": mixer.lr_proj,
+        "decay": mixer.decay_proj,
+        "delta": getattr(mixer, "threshold_proj", mixer.lr_proj),
+    }
     lr, decay, delta = (gate(hidden_states)[0, :, head] for gate in gates.values())
-    lr, a, delta = lr.sigmoid() / 4, 1 - decay.sigmoid(), 8**0.5 * F.softplus(delta)
+    lr = lr.sigmoid() / 4
+    a = 1 - decay.sigmoid()
+    delta = 8**0.5 * F.softplus(delta)
 
     def f(x, W):
         return x + F.layer_norm(F.gelu(x @ W[0]) @ W[1], (8,), *norm, eps=1e-6)
@@ -130,7 +149,8 @@ def miras(mixer, hidden_states, q, k, v, head):
             return [x / x.norm(p=4) ** 2 for x in kept]
         return [x.softmax(0) for x in kept] if rule == "memora" else kept
 
-    kept, outputs = [w[head].detach() for w in mixer.initial_weights()], []
+    kept = [w[head].detach() for w in mixer.initial_weights()]
+    outputs = []
     for t in range(len(q)):
         if t % 4 == 0:
             A = [w.detach().requires_grad_() for w in weights_of(kept)]
@@ -160,12 +180,16 @@ def atlas(mixer, hidden_states, q, k, v, head):
     def f(x, W):
         return F.gelu(x @ W[0]) @ W[1]
 
-    W, outputs = [w[head].detach() for w in mixer.initial_weights()], []
+    W = [w[head].detach() for w in mixer.initial_weights()]
+    outputs = []
     S = [torch.zeros_like(w) for w in W]
     for t in range(len(q)):
         if t % 4 == 0:
             A = [w.detach().requires_grad_() for w in W]
-        loss = sum(gamma[i].detach() * (f(k[i], A) - v[i]).square().sum() / 2 for i in range(max(0, t - 2), t + 1))
+        loss = sum(
+            gamma[i].detach() * (f(k[i], A) - v[i]).square().sum() / 2
+            for i in range(max(0, t - 2), t + 1)
+        )
         S = [eta[t] * s - g for s, g in zip(S, torch.autograd.grad(loss, A))]
         W = [(1 - forget[t]) * w + lr[t] / 4 * newton_schulz(s) for w, s in zip(W, S)]
         outputs.append(f(q[t], W))
@@ -174,18 +198,23 @@ def atlas(mixer, hidden_states, q, k, v, head):
 
 def lact(mixer, hidden_states, q, k, v, head):
     """The same of LaCT, a chunk of 4 at a time: the gradient is that of the sum over its tokens."""
-    lr, eta = F.softplus(mixer.lr_proj(hidden_states))[0, :, head], mixer.momentum_proj(hidden_states)[0, :, head]
+    lr = F.softplus(mixer.lr_proj(hidden_states))[0, :, head]
+    eta = mixer.momentum_proj(hidden_states)[0, :, head]
 
     def f(x, W):
         return (F.silu(x @ W[0]) * (x @ W[1])) @ W[2]
 
     first = [w[head].detach() for w in mixer.initial_weights()]
-    W, S, outputs = first, [torch.zeros_like(w) for w in first], []
+    W = first
+    S = [torch.zeros_like(w) for w in first]
+    outputs = []
     for start in range(0, len(q), 4):
         chunk = slice(start, start + 4)
         outputs.append(f(q[chunk], W))
         A = [w.detach().requires_grad_() for w in W]
-        gradients = torch.autograd.grad((lr[chunk].detach()[:, None] * f(k[chunk], A) * v[chunk]).sum(), A)
+        gradients = torch.autograd.grad(
+            (lr[chunk].detach()[:, None] * f(k[chunk], A) * v[chunk]).sum(), A
+        )
         S = [eta[chunk].sigmoid().mean() * s + g for s, g in zip(S, gradients)]
         moved = [w + mixer.config.memory_max_lr * newton_schulz(s) for w, s in zip(W, S)]
         W = [w / w.norm(dim=0) * w0.norm(dim=0) for w, w0 in zip(moved, first)]
@@ -210,16 +239,23 @@ def test_a_memory_is_its_papers_equations(rule, equations):
     """A token at a time in float64, from the mixer's own queries, keys and values, with parameters that have moved."""
     options = {**AS_PUBLISHED, "variant": "lmm", "memory_rule": rule, "memory_window": 3}
     mixer = make_model(TITANS[0], **options).model.layers[0].mixer.double()
-    x, gate_inputs = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    x = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gate_inputs = []
     for parameter in mixer.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()
+        parameter.data += (
+            0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()
+        )
     mixer.output_gate.register_forward_pre_hook(lambda _, inputs: gate_inputs.append(inputs[0]))
     mixer(x)
     q, k, v, _ = mixer.project(x, Context(None, None, None, {}))
     if mixer.unit_keys:
-        q, k = unit_length(q), unit_length(k)
+        q = unit_length(q)
+        k = unit_length(k)
     for head in range(4):
-        rows = (q[0, :, head], *(y.repeat_interleave(4 // y.shape[2], 2)[0, :, head] for y in (k, v)))
+        rows = (
+            q[0, :, head],
+            *(y.repeat_interleave(4 // y.shape[2], 2)[0, :, head] for y in (k, v)),
+        )
         expected = equations(mixer, x, *(row.detach() for row in rows), head)
         assert_close(gate_inputs[0][0, :, head], expected)
 
@@ -231,7 +267,9 @@ TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
 def test_rows_with_adapters_of_their_own_are_generated_as_alone(case):
     """Also where projections read persistent tokens."""
     tokens = random_tokens(2, 9)
-    lora = LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    lora = LoraConfig(
+        r=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False
+    )
     model = get_peft_model(make_model(case), lora, adapter_name="one")
     model.add_adapter("two", lora)
     model.double().eval()

@@ -12,33 +12,47 @@ from comparing import assert_close
 from hf_memory.conversion import Schedule, train
 from hf_memory.demo import sections
 
-ARGUMENTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+ARGUMENTS = {
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+}
 
 
 def lora(model):
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
 
 
 @every_family
 def test_every_adapter_matrix_gets_a_gradient(case):
-    model, tokens = lora(make_model(case)).train(), random_tokens(2, 9)
+    model = lora(make_model(case)).train()
+    tokens = random_tokens(2, 9)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1)  # at their start of zero, A gets no gradient
     model(tokens, labels=tokens).loss.backward()
     adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
     linears = [
-        m for name, m in make_model(case).named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"
+        m
+        for name, m in make_model(case).named_modules()
+        if isinstance(m, torch.nn.Linear) and name != "lm_head"
     ]
     assert len(adapters) == 2 * len(linears)
-    assert not [name for name, p in adapters.items() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not [
+        name for name, p in adapters.items() if p.grad is None or not p.grad.abs().sum() > 0
+    ]
 
 
 @every_case
 @torch.no_grad()
 def test_a_merged_adapter_is_the_same_model(case):
-    model, tokens = lora(make_model(case).double()), random_tokens(1, 12)
+    model = lora(make_model(case).double())
+    tokens = random_tokens(1, 12)
     plain = model(tokens).logits
     for name, p in model.named_parameters():
         if "lora_" in name:
@@ -72,7 +86,8 @@ def test_lora_trains_saves_reloads_merges_and_generates(case, tmp_path):
     assert torch.equal(generate(merged, random_tokens(1, 5)), expected)
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(
-        generate(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), random_tokens(1, 5)), expected
+        generate(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), random_tokens(1, 5)),
+        expected,
     )
 
 
@@ -96,19 +111,25 @@ def test_sft_trainer_packs_without_changing_the_loss(case, packing, tmp_path, to
         learning_rate=0.0, bf16=False, **ARGUMENTS,
     )  # fmt: skip
     trainer = SFTTrainer(
-        model, config, train_dataset=Dataset.from_dict({"input_ids": rows}), processing_class=tokenizer
+        model,
+        config,
+        train_dataset=Dataset.from_dict({"input_ids": rows}),
+        processing_class=tokenizer,
     )
     trainer.train()
     logged = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     with torch.no_grad():
-        parts = [(model(torch.tensor([r]), labels=torch.tensor([r])).loss, len(r) - 1) for r in rows]
+        parts = [
+            (model(torch.tensor([r]), labels=torch.tensor([r])).loss, len(r) - 1) for r in rows
+        ]
     expected = sum(loss * n for loss, n in parts) / sum(n for _, n in parts)
     assert logged == pytest.approx(expected.item(), rel=2e-3)  # the log rounds to four digits
 
 
 def test_a_model_learns_to_repeat():
     """A tiny model fits a fixed text, so that gradients point where they should."""
-    model, tokens = make_model(CASES[0], initializer_range=0.05).train(), random_tokens(1, 24)
+    model = make_model(CASES[0], initializer_range=0.05).train()
+    tokens = random_tokens(1, 24)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(60):

@@ -24,14 +24,18 @@ from hf_memory.modeling.transformer import (
 )
 from hf_memory.ops.masks import random_block
 
-H, D, FARTHEST = 4, 8, 9  # distances that are told apart
+H = 4
+D = 8
+FARTHEST = 9  # distances that are told apart
 
 
 def make(options):
     """A model in float64 whose parameters are all of size one: none starts at zero."""
     model = make_model(CASE["transformer"], **options).double()
     for x in model.parameters():
-        x.data += 0.2 * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(x.numel()))
+        x.data += 0.2 * torch.randn(
+            x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(x.numel())
+        )
     return model
 
 
@@ -61,18 +65,23 @@ def score(position, relation, h, q, k, d):
     if position == "xl":
         angles = d * 10000.0 ** (-torch.arange(0, 32, 2, dtype=q.dtype) / 32)
         r = relation.distance_proj.unflatten(0, (H, D))[h] @ torch.cat([angles.sin(), angles.cos()])
-        return ((q + relation.content_bias[h]) @ k + (q + relation.distance_bias[h]) @ r) / math.sqrt(D)
+        return (
+            (q + relation.content_bias[h]) @ k + (q + relation.distance_bias[h]) @ r
+        ) / math.sqrt(D)
     if position == "alibi":
         return s - 2.0 ** (-8 * (h + 1) / H) * d
     if position == "distance_aware":
-        b, R = relation.bound[h], relation.rate[h] * d
+        b = relation.bound[h]
+        R = relation.rate[h] * d
         return s.relu() * (1 + b.exp()) / (1 + (b - R).exp())
     return s
 
 
 def sees(pattern, h, i, j):
     """Whether token i sees token j, with blocks, windows and strides of 4."""
-    d, ask, asked = i - j, i // 4, j // 4
+    d = i - j
+    ask = i // 4
+    asked = j // 4
     return {
         "full": True,
         "sliding_heads": d < 5 or j < 2,
@@ -102,7 +111,9 @@ def drawn(block):
 def best_pairs(position, mixer, h, i, q, k, v):
     """Keys, values and distances of the two tokens of the store with the highest scores."""
     store = [(k[j], v[j], i - j) for j in range(i + 1) if 5 <= i - j < 11]
-    return sorted(store, key=lambda pair: score(position, mixer.relation, h, q[i], pair[0], pair[2]))[-2:]
+    return sorted(
+        store, key=lambda pair: score(position, mixer.relation, h, q[i], pair[0], pair[2])
+    )[-2:]
 
 
 def remembered(mixer, h, i, q, k, v):
@@ -126,13 +137,20 @@ def slot(mixer, position, h, start, used, plain, k, v):
     if used is not None:
         j = start + used[block, h].argmax()
         return k[j, h], v[j, h]
-    key, value = compressed(mixer.compress_keys, plain[block, h]), compressed(mixer.compress_values, v[block, h])
-    return (turned(F.pad(key[None, None], (0, 0, 0, 0, start + 1, 0)))[-1, 0] if position == "rope" else key), value
+    key = compressed(mixer.compress_keys, plain[block, h])
+    value = compressed(mixer.compress_values, v[block, h])
+    return (
+        turned(F.pad(key[None, None], (0, 0, 0, 0, start + 1, 0)))[-1, 0]
+        if position == "rope"
+        else key
+    ), value
 
 
 def attention_got(q, k):
     """By each token and key-value head, [T, 2], from the segments of 4 that see it and 6 tokens before them."""
-    visible = torch.tensor([[j <= i and sees("compressive", 0, i, j) for j in range(len(k))] for i in range(len(q))])
+    visible = torch.tensor(
+        [[j <= i and sees("compressive", 0, i, j) for j in range(len(k))] for i in range(len(q))]
+    )
     scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1)) / math.sqrt(D)
     return scores.masked_fill(~visible, -torch.inf).softmax(-1).sum(1).unflatten(0, (2, 2)).sum(1).T
 
@@ -147,27 +165,39 @@ def compressed(compression, block):
 def bucket_attention(mixer, x):
     """As `dense`, with queries as keys and itself where there is nothing else; without buckets, a window of 4."""
     q, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.v_proj))
-    units, outputs = unit(q), torch.zeros(len(x), H, D, dtype=x.dtype)
+    units = unit(q)
+    outputs = torch.zeros(len(x), H, D, dtype=x.dtype)
     has_buckets = [2, 3] if hasattr(mixer, "k_proj") else range(H)
-    buckets, q, k = mixer.buckets(units[None, :, has_buckets])[0], turned(q), turned(units)
+    buckets = mixer.buckets(units[None, :, has_buckets])[0]
+    q = turned(q)
+    k = turned(units)
     assert len(buckets.unique()) > 2
     for h in range(H):
         for i in range(len(x)):
             if h in has_buckets:
                 mine = buckets[:, has_buckets.index(h)]
-                seen, keys = [j for j in range(i) if (mine[i] == mine[j]).any()] or [i], k[:, h]
+                seen = [j for j in range(i) if (mine[i] == mine[j]).any()] or [i]
+                keys = k[:, h]
             else:
-                seen, keys = range(max(0, i - 3), i + 1), turned(mixer.k_proj(x)[:, None])[:, 0]
+                seen = range(max(0, i - 3), i + 1)
+                keys = turned(mixer.k_proj(x)[:, None])[:, 0]
             outputs[i, h] = (keys[seen] @ q[i, h] / math.sqrt(D)).softmax(0) @ v[seen, h // 2]
     return mixer.o_proj(outputs.flatten(1))
 
 
-def dense(mixer, x, position="rope", pattern="full", past="cache", layer_types=("memory",), **options):
+def dense(
+    mixer, x, position="rope", pattern="full", past="cache", layer_types=("memory",), **options
+):
     """Attention of one row [T, hidden_size], a pair at a time."""
     pattern = pattern if layer_types[0] == "memory" else layer_types[0]
     T = len(x)
-    q, k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
-    plain, (q, far, k) = (q, k), (turned(q), turned(q, 6), turned(k)) if position == "rope" else (q, q, k)
+    q, k, v = (
+        proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    )
+    plain, (q, far, k) = (
+        (q, k),
+        (turned(q), turned(q, 6), turned(k)) if position == "rope" else (q, q, k),
+    )
     outputs = torch.zeros(T, H, D, dtype=x.dtype)
     used = attention_got(q, k) if options.get("compression") == "most_used" else None
     for h in range(H):
@@ -179,29 +209,47 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", layer_types=(
             ]
             if pattern == "linformer":
                 blocks = [slice(4 * b, 4 * b + 4) for b in range(i // 4)]
-                sums = [(mixer.compress @ k[x, h // 2], mixer.compress @ v[x, h // 2], x.stop) for x in blocks]
-                pairs += [(keys[n], values[n], i + 1 - end) for keys, values, end in sums for n in range(2)]
+                sums = [
+                    (mixer.compress @ k[x, h // 2], mixer.compress @ v[x, h // 2], x.stop)
+                    for x in blocks
+                ]
+                pairs += [
+                    (keys[n], values[n], i + 1 - end)
+                    for keys, values, end in sums
+                    for n in range(2)
+                ]
             if options.get("memory_join") == "attention":
                 pairs += best_pairs(position, mixer, h, i, q[:, h], k[:, h // 2], v[:, h // 2])
             distances = [d for _, _, d in pairs]
             queries = [far[i, h] if past == "infinite" and d >= 5 else q[i, h] for _, _, d in pairs]
             if past == "infinite":
-                pairs = [(key, value, min(d, 6 - i + d) if d >= 5 else d) for key, value, d in pairs]
+                pairs = [
+                    (key, value, min(d, 6 - i + d) if d >= 5 else d) for key, value, d in pairs
+                ]
             if past == "compressive":
                 seen = i // 4 * 4 - 6
                 for start in range(max(0, seen - 6), seen, 2):
-                    pairs.append((*slot(mixer, position, h // 2, start, used, plain[1], k, v), i - start - 1))
+                    pairs.append(
+                        (*slot(mixer, position, h // 2, start, used, plain[1], k, v), i - start - 1)
+                    )
                 queries = [q[i, h]] * len(pairs)
             relation = getattr(mixer, "relation", None)
-            scores = [score(position, relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)]
+            scores = [
+                score(position, relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)
+            ]
             values = [
-                value + mixer.relation.values.weight[min(d, FARTHEST)] if position == "relative" else value
+                value + mixer.relation.values.weight[min(d, FARTHEST)]
+                if position == "relative"
+                else value
                 for _, value, d in pairs
             ]
-            scores, values = torch.stack(scores), torch.stack(values)
+            scores = torch.stack(scores)
+            values = torch.stack(values)
             if position == "forget":
                 forgotten = F.logsigmoid(mixer.forget.proj(x))[:, h]
-                scores = scores + torch.stack([forgotten[i - d + 1 : i + 1].sum() for d in distances])
+                scores = scores + torch.stack(
+                    [forgotten[i - d + 1 : i + 1].sum() for d in distances]
+                )
             if past == "memorizing" and options.get("memory_join") != "attention" and i >= 5:
                 found = remembered(mixer, h, i, plain[0][:, h], plain[1][:, h // 2], v[:, h // 2])
                 outputs[i, h] = joined(mixer, h, scores, values, *found)
@@ -210,8 +258,20 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", layer_types=(
     return mixer.o_proj(outputs.flatten(1))
 
 
-SIZES = {"pattern_size": 4, "num_sink_tokens": 2, "num_summary_tokens": 2, "dilation": 3, "num_block_shifts": 3}
-SIZES |= {"past_window": 5, "sliding_window": 5, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
+SIZES = {
+    "pattern_size": 4,
+    "num_sink_tokens": 2,
+    "num_summary_tokens": 2,
+    "dilation": 3,
+    "num_block_shifts": 3,
+}
+SIZES |= {
+    "past_window": 5,
+    "sliding_window": 5,
+    "segment_length": 4,
+    "memory_size": 6,
+    "memory_top_k": 2,
+}
 SIZES |= {"compression_rate": 2, "compressed_length": 3, "num_buckets": 4, "num_hashes": 2}
 SIZES |= {"max_relative_distance": FARTHEST, "max_position_embeddings": 40, "pattern_seed": 5}
 WORDS = [{"position": word} for word in POSITIONS]
@@ -220,22 +280,28 @@ WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "big
 WORDS += [{"position": word, "layer_types": ["sliding_heads"] * 2} for word in POSITIONS]
 WORDS += [{"position": "forget", "pattern": word} for word in ("strided", "blockwise")]
 WORDS += [{"position": "forget", "past": word} for word in ("xl", "infinite")]
-WORDS += [{"past": word} for word in PASTS if word != "compressive"] + [{"position": "relative", "past": "infinite"}]
+WORDS += [{"past": word} for word in PASTS if word != "compressive"] + [
+    {"position": "relative", "past": "infinite"}
+]
 WORDS += [{"past": "memorizing", "memory_join": word} for word in ("softmax", "attention")]
 WORDS += [
-    {"past": "memorizing", "memory_join": "attention", "position": word} for word in ("relative", "distance_aware")
+    {"past": "memorizing", "memory_join": "attention", "position": word}
+    for word in ("relative", "distance_aware")
 ]
 WORDS += [{"past": "memorizing", "position": "relative"}]
 WORDS += [{"past": "compressive", "compression": word} for word in COMPRESSIONS]
 WORDS += [{"past": "compressive", "compression": "mean", "position": word} for word in RELATIONS]
-every_word = pytest.mark.parametrize("words", WORDS, ids=[str([*words.values()]) for words in WORDS])
+every_word = pytest.mark.parametrize(
+    "words", WORDS, ids=[str([*words.values()]) for words in WORDS]
+)
 
 
 @every_word
 @torch.no_grad()
 def test_attention_is_its_equation(words):
     model = make(SIZES | words | ({"past_window": 6} if "compression" in words else {}))
-    mixer, x = model.model.layers[0].mixer, torch.randn(1, 19, 32, dtype=torch.float64)
+    mixer = model.model.layers[0].mixer
+    x = torch.randn(1, 19, 32, dtype=torch.float64)
     in_buckets = words.get("pattern") in BUCKETS
     expected = bucket_attention(mixer, x[0]) if in_buckets else dense(mixer, x[0], **words)
     assert_close(mixer(x, rotations(torch.arange(19)))[0][0], expected)
@@ -244,8 +310,11 @@ def test_attention_is_its_equation(words):
 @pytest.mark.parametrize("kind", ["memory", "sliding_heads"])
 @torch.no_grad()
 def test_attention_whose_gates_forget_nothing_is_softmax_attention(kind):
-    model, plain = (make(SIZES | {"position": word, "layer_types": [kind] * 2}) for word in ("forget", "none"))
-    mixer, x = model.model.layers[0].mixer, torch.randn(1, 19, 32, dtype=torch.float64)
+    model, plain = (
+        make(SIZES | {"position": word, "layer_types": [kind] * 2}) for word in ("forget", "none")
+    )
+    mixer = model.model.layers[0].mixer
+    x = torch.randn(1, 19, 32, dtype=torch.float64)
     plain.model.layers[0].mixer.load_state_dict(mixer.state_dict(), strict=False)
     mixer.forget.proj.bias.fill_(1000)
     assert_close(mixer(x)[0], plain.model.layers[0].mixer(x)[0])
@@ -270,7 +339,9 @@ def test_heads_with_forget_gates_see_a_window_or_everything():
 def test_forget_gates_lose_nothing_in_16_bits():
     """After 4,000 tokens the sums of the gates' logarithms are in the thousands."""
     mixer = make({"position": "forget"}).model.layers[0].mixer
-    x = torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).bfloat16()
+    x = torch.randn(
+        1, 4000, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).bfloat16()
     mixer.bfloat16()
     found = mixer(x)[0][:, -50:].double()
     mixer.double()
@@ -282,7 +353,9 @@ def test_forget_gates_lose_nothing_in_16_bits():
 def test_sorted_tokens_see_all_of_their_bucket():
     """Several blocks, tokens before the queries, padding: what two rounds see together is seen once."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, n, 3, generator=generator, dtype=torch.float64) for n in (150, 200, 200))
+    q, k, v = (
+        torch.randn(2, n, 3, generator=generator, dtype=torch.float64) for n in (150, 200, 200)
+    )
     buckets = torch.randint(-1, 4, (2, 200, 2), generator=generator)
     buckets[buckets.amin(-1) < 0] = -1
     given = [x.requires_grad_() for x in (q, k, v)]
@@ -310,7 +383,8 @@ def test_embedded_positions_are_their_equation(word):
         for n, i in enumerate((0, 1, 7)):
             for c in range(16):
                 angle = i / 10000 ** (2 * c / 32)
-                expected[0, n, 2 * c], expected[0, n, 2 * c + 1] = math.sin(angle), math.cos(angle)
+                expected[0, n, 2 * c] = math.sin(angle)
+                expected[0, n, 2 * c + 1] = math.cos(angle)
     found = embed(positions)
     assert_close(found, expected.double(), expected.to(found.dtype))
 
@@ -328,7 +402,9 @@ def test_embedded_positions_are_their_equation(word):
 )
 @torch.no_grad()
 def test_embeddings_are_scaled_where_sinusoids_are_added(options, factor, tmp_path):
-    made, tokens, inputs = make_model(CASE["transformer"], **options).double(), random_tokens(1, 5), []
+    made = make_model(CASE["transformer"], **options).double()
+    tokens = random_tokens(1, 5)
+    inputs = []
     made.save_pretrained(tmp_path)
     model = MemoryTransformerForCausalLM.from_pretrained(tmp_path)
     model.model.layers[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
@@ -346,8 +422,13 @@ def test_embeddings_are_scaled_where_sinusoids_are_added(options, factor, tmp_pa
 @every_word
 @torch.no_grad()
 def test_no_token_sees_later_ones_wherever_blocks_begin(words):
-    sizes = SIZES | {"max_position_embeddings": 150} | ({"past_window": 6} if "compression" in words else {})
-    model, tokens = make(sizes | words), random_tokens(1, 150)
+    sizes = (
+        SIZES
+        | {"max_position_embeddings": 150}
+        | ({"past_window": 6} if "compression" in words else {})
+    )
+    model = make(sizes | words)
+    tokens = random_tokens(1, 150)
     expected = model(tokens).logits
     for t in (5, 23, 66, 149):
         changed = tokens.clone()
@@ -361,7 +442,8 @@ def test_no_token_sees_later_ones_wherever_blocks_begin(words):
 @pytest.mark.parametrize("join", JOINS)
 @torch.no_grad()
 def test_a_query_of_zeros_reads_the_same_tokens_with_and_without_a_cache(join):
-    model, tokens = make(SIZES | {"past": "memorizing", "memory_join": join}), random_tokens(1, 40)
+    model = make(SIZES | {"past": "memorizing", "memory_join": join})
+    tokens = random_tokens(1, 40)
     model.model.embed_tokens.weight[0] = 0
     tokens[:, 12::7] = 0  # all of its scores are zero
     expected = model(tokens).logits
@@ -373,7 +455,8 @@ def test_a_query_of_zeros_reads_the_same_tokens_with_and_without_a_cache(join):
 @pytest.mark.parametrize("pattern", ["longformer_by_head", "dilated"])
 @torch.no_grad()
 def test_a_token_that_sees_itself_alone_needs_no_past(pattern):
-    model, tokens = make(SIZES | {"pattern": pattern, "pattern_size": 1, "dilation": 1}), random_tokens(1, 6)
+    model = make(SIZES | {"pattern": pattern, "pattern_size": 1, "dilation": 1})
+    tokens = random_tokens(1, 6)
     before = model(tokens[:, :4])
     after = model(tokens[:, 4:], past_key_values=before.past_key_values).logits
     assert_close(torch.cat([before.logits, after], 1), model(tokens).logits)
@@ -395,7 +478,9 @@ def test_alibi_slopes_are_the_published_ones():
         return published(less) + published(2 * less)[0::2][: n - less]
 
     for heads in (1, 4, 6, 12):
-        assert alibi_slopes(heads, torch.zeros(1, dtype=torch.float64)).tolist() == pytest.approx(published(heads))
+        assert alibi_slopes(heads, torch.zeros(1, dtype=torch.float64)).tolist() == pytest.approx(
+            published(heads)
+        )
 
 
 def test_only_the_maps_learn_from_what_compression_loses():
@@ -403,7 +488,9 @@ def test_only_the_maps_learn_from_what_compression_loses():
     mixer = model.model.layers[0].mixer
     for compress in (mixer.compress_keys, mixer.compress_values):
         compress.init_own_parameters()
-    x = torch.randn(1, 10, 32, dtype=torch.float64).repeat_interleave(2, 1)  # pairs that are alike lose nothing
+    x = torch.randn(1, 10, 32, dtype=torch.float64).repeat_interleave(
+        2, 1
+    )  # pairs that are alike lose nothing
     angles = [model.model.rotary_emb(x, torch.arange(T)[None]) for T in (20, 19)]
     *_, nothing = mixer(x, angles[0], with_own_loss=True)
     *_, something = mixer(x[:, 1:], angles[1], with_own_loss=True)
@@ -436,7 +523,10 @@ def test_only_the_maps_learn_from_what_compression_loses():
         ({"pattern": "fixed", "num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
         ({"layer_types": ["sliding_memory"], "num_hidden_layers": 1}, "layer_types"),
         ({"layer_types": ["sliding_heads"], "num_hidden_layers": 1}, "sliding_window"),
-        ({"position": "xl", "layer_types": ["memory", "full_attention"], "num_hidden_layers": 2}, "layer_types"),
+        (
+            {"position": "xl", "layer_types": ["memory", "full_attention"], "num_hidden_layers": 2},
+            "layer_types",
+        ),
     ],
 )
 def test_bad_options_are_refused_by_name(options, name):
@@ -456,10 +546,14 @@ def test_bad_options_are_refused_by_name(options, name):
     ],
 )
 def test_contracts_of_models_include_every_word(name, words):
-    found, needed = set(), {"compression": "compressive", "memory_join": "memorizing"}
+    found = set()
+    needed = {"compression": "compressive", "memory_join": "memorizing"}
     for case in CASES:
         config = make_config(case)
-        if isinstance(config, MemoryTransformerConfig) and needed.get(name, config.pasts[0]) in config.pasts:
+        if (
+            isinstance(config, MemoryTransformerConfig)
+            and needed.get(name, config.pasts[0]) in config.pasts
+        ):
             given = getattr(config, name)
             found |= {given} if isinstance(given, str) else {*given}
     assert found == {*words}

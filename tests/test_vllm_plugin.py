@@ -10,7 +10,14 @@ from cases import CASE, CASES, make_config, make_model
 from comparing import assert_close, in_float64
 from hf_memory.cache import State
 from hf_memory.integrations.vllm import ALONE, ModelConfig
-from hf_memory.integrations.vllm.placement import check, divided, memory_layers, of_all_heads, share, window_parts
+from hf_memory.integrations.vllm.placement import (
+    check,
+    divided,
+    memory_layers,
+    of_all_heads,
+    share,
+    window_parts,
+)
 from hf_memory.integrations.vllm.states import Pages, Shelf, readings
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
@@ -42,22 +49,30 @@ def heads_alone(mixer, text, angles):
     if not any(state.growth != "fixed" for state in mixer.spec.values()):
         return None
     q, k, v = mixer.project_heads(text[None], Positions(*angles))
-    of_heads = (x.unflatten(2, (len(mixer.places), -1))[:, :, mixer.full_heads].flatten(2, 3) for x in (q, k, v))
+    of_heads = (
+        x.unflatten(2, (len(mixer.places), -1))[:, :, mixer.full_heads].flatten(2, 3)
+        for x in (q, k, v)
+    )
     q, k, v = (x.transpose(1, 2) for x in of_heads)
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=mixer.scaling, enable_gqa=True)
+    o = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=mixer.scaling, enable_gqa=True
+    )
     return o[0].transpose(0, 1)
 
 
 def step_by_step(model, layer, texts):
     """Outputs of each text's tokens, read in STEPS through pages that hold nothing but NaN at first."""
-    memories, mixer, seen = memory_layers(model.config), model.model.layers[layer].mixer, [0] * len(texts)
+    memories = memory_layers(model.config)
+    mixer = model.model.layers[layer].mixer
+    seen = [0] * len(texts)
     shelf = Shelf({i: model.config.state_specs[i] for i in memories}, torch.float32)
     slots = {i: SLOTS.roll(i) for i in memories}
     for i in memories:
         shelf.bind(i, torch.full((6, shelf.size + 24), 255, dtype=torch.uint8)[:, 8:-8])
     everything = torch.arange(max(map(len, texts)))
     attended = [
-        heads_alone(mixer, text, model.model.rotary_emb(text[None], everything[None, : len(text)])) for text in texts
+        heads_alone(mixer, text, model.model.rotary_emb(text[None], everything[None, : len(text)]))
+        for text in texts
     ]
     outputs = [[] for _ in texts]
     for step in STEPS:
@@ -67,9 +82,13 @@ def step_by_step(model, layer, texts):
         bounds = torch.tensor([0, *step]).cumsum(0)
         row = torch.cat(parts)[None]
         angles = model.model.rotary_emb(row, places[None])
-        own = [None if o is None else o[end - new : end] for o, new, end in zip(attended, step, seen)]
+        own = [
+            None if o is None else o[end - new : end] for o, new, end in zip(attended, step, seen)
+        ]
         full = None if own[0] is None else torch.cat(own)
-        output = Pages(mixer, layer, shelf).read(row, angles, readings(bounds, torch.tensor(seen), slots), full)
+        output = Pages(mixer, layer, shelf).read(
+            row, angles, readings(bounds, torch.tensor(seen), slots), full
+        )
         for mine, start, end in zip(outputs, bounds, bounds[1:]):
             mine.append(output[0, start:end])
     return [torch.cat(mine) for mine in outputs]
@@ -91,10 +110,11 @@ def test_sequences_in_steps_are_each_sequence_alone(case):
 
 
 def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
-    bounds, lengths = torch.tensor([0, 1, 4, 5, 6, 6, 9]), torch.tensor([8, 3, 1, 5, 2, 9])
+    bounds = torch.tensor([0, 1, 4, 5, 6, 6, 9])
+    lengths = torch.tensor([8, 3, 1, 5, 2, 9])
     slots = {0: torch.arange(10, 16), 2: torch.arange(20, 26)}
     found = [
-        ({i: rows.tolist() for i, rows in x.rows.items()}, x.tokens.tolist(), x.known)
+        ({i: rows.tolist() for i, rows in x.rows.items()}, x.tokens.tolist(), x.uniform_length)
         for x in readings(bounds, lengths, slots)
     ]
     assert found == [
@@ -107,7 +127,10 @@ def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
 
 def test_pages_are_hardly_larger_than_needed():
     sizes = {0: (90, 90, 2), 1: (10, 10), 3: (40, 40, 40)}
-    shelf = Shelf({i: {str(n): State((x,)) for n, x in enumerate(own)} for i, own in sizes.items()}, torch.bfloat16)
+    shelf = Shelf(
+        {i: {str(n): State((x,)) for n, x in enumerate(own)} for i, own in sizes.items()},
+        torch.bfloat16,
+    )
     assert shelf.size == 480  # bytes of float32: 360 twice, then 160, 160, 160, 40, 40 and 8
     taken = [
         (x.page, byte)
@@ -120,13 +143,16 @@ def test_pages_are_hardly_larger_than_needed():
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
-    with pytest.raises(ValueError, match=r"got ([\w ]+ in layer \d of \w+|'universal').*serve of transformers"):
+    with pytest.raises(
+        ValueError, match=r"got ([\w ]+ in layer \d of \w+|'universal').*serve of transformers"
+    ):
         check(make_config(case))
 
 
 def part_of(model, rank, size):
     """The part of a model that a process has, with its part of the weights."""
-    dimensions, own = divided(model.config, size), share(model.config, rank, size)
+    dimensions = divided(model.config, size)
+    own = share(model.config, rank, size)
     part = type(model)(own).eval()
     weights = {
         name: x.chunk(size, dimensions[name])[rank] if name in dimensions else x
@@ -147,7 +173,11 @@ def can_be_divided(case):
         return False
 
 
-DIVIDED = [case for case in SERVED if can_be_divided(case) and not isinstance(make_config(case), WholeLayersConfig)]
+DIVIDED = [
+    case
+    for case in SERVED
+    if can_be_divided(case) and not isinstance(make_config(case), WholeLayersConfig)
+]
 
 
 @pytest.mark.parametrize("case", DIVIDED, ids=[case.name for case in DIVIDED])
@@ -177,13 +207,26 @@ def test_what_cannot_be_divided_is_refused():
 
 def with_heads(*full, **options):
     """Four layers with a window, and key-value heads that keep everything."""
-    config = {"layer_types": ["sliding_heads"] * 4, "num_hidden_layers": 4, "sliding_window": 4, **options}
-    return make_config(CASE["transformer"], full_attention_heads=list(full) or None, num_key_value_heads=4, **config)
+    config = {
+        "layer_types": ["sliding_heads"] * 4,
+        "num_hidden_layers": 4,
+        "sliding_window": 4,
+        **options,
+    }
+    return make_config(
+        CASE["transformer"],
+        full_attention_heads=list(full) or None,
+        num_key_value_heads=4,
+        **config,
+    )
 
 
 def test_heads_of_a_process_have_its_numbers():
     halves = [share(with_heads([1], [0, 3], [], [2, 3]), rank, 2) for rank in range(2)]
-    assert [half.full_attention_heads for half in halves] == [[[1], [0], [], []], [[], [1], [], [0, 1]]]
+    assert [half.full_attention_heads for half in halves] == [
+        [[1], [0], [], []],
+        [[], [1], [], [0, 1]],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +253,10 @@ def vllm_config(config, **options):
         model_config=SimpleNamespace(enforce_eager=False, hf_config=config),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         cache_config=SimpleNamespace(
-            enable_prefix_caching=True, sliding_window=4, block_size=None, user_specified_block_size=False
+            enable_prefix_caching=True,
+            sliding_window=4,
+            block_size=None,
+            user_specified_block_size=False,
         ),
         device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
@@ -228,7 +274,9 @@ def test_memories_need_whole_models_and_no_graphs():
     with pytest.raises(ValueError, match=r"speculative_config must be None: a memory"):
         ModelConfig.verify_and_update_config(given)
     with pytest.raises(ValueError, match=r"pipeline_parallel_size must be 1 .*got 2"):
-        ModelConfig.verify_and_update_config(vllm_config(make_config(CASE["gla"]), pipeline_parallel_size=2))
+        ModelConfig.verify_and_update_config(
+            vllm_config(make_config(CASE["gla"]), pipeline_parallel_size=2)
+        )
 
 
 def test_attention_alone_is_a_class_of_its_own_with_small_blocks():

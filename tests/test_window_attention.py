@@ -15,12 +15,15 @@ SCALING = 0.5
 
 def make(T=23, B=2, seed=0):
     torch.manual_seed(seed)
-    q, k, v = torch.randn(B, T, 4, 6), torch.randn(B, T, 2, 6), torch.randn(B, T, 2, 6)
+    q = torch.randn(B, T, 4, 6)
+    k = torch.randn(B, T, 2, 6)
+    v = torch.randn(B, T, 2, 6)
     return [x.double() for x in (q, k, v)]
 
 
 def attend(q, k, v, states=None, window=5, softcap=None, mask=None, cu_seqlens=None, **options):
-    seen, context = Window(masks.causal & masks.window(window), window), Context(None, mask, cu_seqlens, states or {})
+    seen = Window(masks.causal & masks.window(window), window)
+    context = Context(None, mask, cu_seqlens, states or {})
     return window_attention(q, k, v, context, seen, Scores(SCALING, softcap), **options)
 
 
@@ -28,7 +31,9 @@ def expected(q, k, v, window=5):
     distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
     mask = (distance >= 0) & (distance < window)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=SCALING, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        *heads_first, attn_mask=mask, scale=SCALING, enable_gqa=True
+    ).transpose(1, 2)
 
 
 @pytest.mark.parametrize("T", [1, 4, 5, 6, 23])
@@ -40,7 +45,9 @@ def test_equals_its_definition(T, window):
 
 @pytest.mark.parametrize("parts", [[1] * 23, [3, 20], [7, 1, 15], [22, 1]])
 def test_parts_with_a_state_equal_the_whole(parts):
-    inputs, states, outputs = make(), None, []
+    inputs = make()
+    states = None
+    outputs = []
     for part in zip(*(x.split(parts, 1) for x in inputs)):
         o, states = attend(*part, states)
         outputs.append(o)
@@ -73,7 +80,8 @@ def test_scores_are_capped():
 
 
 def test_packed_sequences_do_not_see_each_other():
-    inputs, bounds = make(B=1), [0, 7, 8, 23]
+    inputs = make(B=1)
+    bounds = [0, 7, 8, 23]
     o, _ = attend(*inputs, cu_seqlens=torch.tensor(bounds))
     apart = [expected(*(x[:, a:b] for x in inputs)) for a, b in zip(bounds, bounds[1:])]
     assert_close(o, torch.cat(apart, 1))

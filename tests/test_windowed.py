@@ -28,7 +28,12 @@ from hf_memory.mixers.transformer.relations import RELATIONS
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.ops.masks import Tokens, all_tokens, causal, count, older, packed, sinks, window
 
-WINDOWS = {"layer_types": ["sliding_memory"] * 2, "sliding_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
+WINDOWS = {
+    "layer_types": ["sliding_memory"] * 2,
+    "sliding_window": 5,
+    "num_sink_tokens": 2,
+    "num_memory_slots": 6,
+}
 SINKS = {"layer_types": ["sliding_heads"] * 2, "attention_sinks": True, "num_sink_tokens": 0}
 
 VIRTUAL = {"layer_types": ["sliding_heads"] * 2, "virtual_token": True, "num_sink_tokens": 0}
@@ -42,7 +47,9 @@ def heads(T: int, HQ: int = 4, H: int = 2, D: int = 8):
 def softmax_of(q, k, v, visible, scaling):
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     scores = (scaling * torch.einsum("bthd,bshd->bhts", q, k)).masked_fill(~visible, -torch.inf)
-    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v), scores.logsumexp(-1).transpose(1, 2)
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v), scores.logsumexp(-1).transpose(
+        1, 2
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -52,7 +59,8 @@ def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks, gr
     if groups > 1:
         monkeypatch.setattr(attention_blocks, "SCORES", 1)
     q, k, v = (x.requires_grad_() for x in heads(T))
-    i, j = torch.arange(T)[:, None], torch.arange(T)
+    i = torch.arange(T)[:, None]
+    j = torch.arange(T)
     visible = (j <= i) & ((i - j < num_near) | (j < num_sinks))
     tokens = all_tokens(T, q)
     sees = sinks(num_sinks) & older(num_near)
@@ -65,13 +73,15 @@ def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks, gr
     o, mass = attended_rows(map(Scores(0.3).attend_with_mass, blocks), q)
     expected = softmax_of(q, k, v, visible, 0.3)
     assert_close((o, mass), expected)
-    do, dmass = torch.randn_like(o), torch.randn_like(mass)
+    do = torch.randn_like(o)
+    dmass = torch.randn_like(mass)
     results = ((x * do).sum() + (y * dmass).sum() for x, y in ((o, mass), expected))
     assert_close(*(torch.autograd.grad(x, (q, k, v)) for x in results))
 
 
 def test_groups_of_near_blocks_keep_sequences_and_distances_apart(monkeypatch):
-    T, boundaries = 150, torch.tensor([0, 20, 90, 150])
+    T = 150
+    boundaries = torch.tensor([0, 20, 90, 150])
     q, k, v = (x[:1] for x in heads(T))
     tokens = packed(boundaries, T)
     padded = tokens.map(lambda x: F.pad(x, (15, 0), value=-1))
@@ -80,7 +90,9 @@ def test_groups_of_near_blocks_keep_sequences_and_distances_apart(monkeypatch):
     alibi = RELATIONS["alibi"](hf_memory.MemoryTransformerConfig(**SIZES))
 
     def attended() -> torch.Tensor:
-        return rows_of(map(Scores(0.3, relation=alibi).attend, near_blocks(q, tokens, near, None)), q)
+        return rows_of(
+            map(Scores(0.3, relation=alibi).attend, near_blocks(q, tokens, near, None)), q
+        )
 
     expected = attended()
     monkeypatch.setattr(attention_blocks, "SCORES", 1)
@@ -109,7 +121,9 @@ def make_config(**options):
 def test_full_heads_are_refused_with_tensor_parallelism():
     config = make_config(layer_types=["sliding_heads"] * 2, full_attention_heads=[[1], []])
     q, k, v = heads(3, HQ=2, H=1)  # half of them
-    with pytest.raises(ValueError, match="full_attention_heads must be None with tensor parallelism"):
+    with pytest.raises(
+        ValueError, match="full_attention_heads must be None with tensor parallelism"
+    ):
         WindowedMixer(config, 0).attend(q, q, k, v, Context(None, None, None, {}))
 
 
@@ -135,7 +149,9 @@ def test_a_slot_for_each_key_is_attention():
 def test_keys_are_turned_back_whatever_turned_them():
     """A memory is of keys before rotation; those of the window are kept after it, with their angles."""
     angles = torch.randn(2, 5, 3, dtype=torch.float64)
-    positions = Positions.of_halves(1.3 * torch.cat([angles.cos(), angles.sin()], -1))  # YaRN also lengthens
+    positions = Positions.of_halves(
+        1.3 * torch.cat([angles.cos(), angles.sin()], -1)
+    )  # YaRN also lengthens
     keys = torch.randn(2, 5, 4, 8, dtype=torch.float64)
     back = Positions.of_halves(positions.inverse().halves())
     assert_close(back.turn(positions.turn(keys)), keys)
@@ -148,7 +164,8 @@ def test_keys_enter_the_memory_as_they_were_before_rotation(partial):
     rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": partial}
     config = make_config(num_sink_tokens=1, rope_parameters=rope)
     model = hf_memory.LinearTransformerModel(config)
-    mixer, written = model.layers[0].mixer, []
+    mixer = model.layers[0].mixer
+    written = []
     mixer.far.register_forward_pre_hook(lambda _, arguments: written.append(arguments[1].keys))
     hidden = torch.randn(2, 19, 32, generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=config)
@@ -187,8 +204,11 @@ def test_a_sink_is_a_token_with_a_learned_score_and_value(heads):
     distance = place[:, None] - place
     visible = (distance >= 0) & ((distance < 5) | ~is_near)
     k, v = (x.repeat_interleave(2, 2) for x in (k, v))
-    scores = (mixer.scaling * torch.einsum("bthd,bshd->bhts", q, k)).masked_fill(~visible, -torch.inf)
-    logits, values = torch.full((4,), -torch.inf).double(), torch.zeros(4, 8).double()
+    scores = (mixer.scaling * torch.einsum("bthd,bshd->bhts", q, k)).masked_fill(
+        ~visible, -torch.inf
+    )
+    logits = torch.full((4,), -torch.inf).double()
+    values = torch.zeros(4, 8).double()
     logits[is_near.flatten()] = mixer.sinks.logits
     values[is_near.flatten()] = mixer.sinks.values.repeat_interleave(2, 0)
     weights = torch.cat([logits[None, :, None, None].expand(2, -1, 12, 1), scores], -1).softmax(-1)
@@ -223,11 +243,15 @@ def test_sinks_start_as_what_late_queries_see_in_first_tokens():
     config = make_config(**SINKS, head_dim=8)
     mixer = config.mixer_class(0)(config, 0).double()
     q, k, v = (x[:1] for x in heads(40))
-    q[..., 0], k[..., 0], k[:, :2] = 1.0, 0.0, 0.0
+    q[..., 0] = 1.0
+    k[..., 0] = 0.0
+    k[:, :2] = 0.0
     k[:, :2, :, 0] = 3.0
     mixer.project_heads = lambda *_: (q, k, v)
     mixer.start_sinks(q, None, first=2)
-    assert_close(mixer.sinks.logits, torch.full((4,), 3 * mixer.scaling + math.log(2), dtype=torch.float64))
+    assert_close(
+        mixer.sinks.logits, torch.full((4,), 3 * mixer.scaling + math.log(2), dtype=torch.float64)
+    )
     assert_close(mixer.sinks.values, v[0, :2].mean(0))
 
 
@@ -262,8 +286,12 @@ def test_a_virtual_token_starts_as_the_teachers_first():
     student = make_student(teacher, **options)
     text = torch.randint(64, (1, 20))
     start_near(student, teacher, torch.randint(64, (64,)), 32)
-    expected = teacher(torch.cat([torch.tensor([[teacher.config.bos_token_id]]), text], 1)).logits[:, 1:]
-    torch.testing.assert_close(student(text).logits, expected, rtol=0, atol=1e-4)  # Llama's norms are in float32
+    expected = teacher(torch.cat([torch.tensor([[teacher.config.bos_token_id]]), text], 1)).logits[
+        :, 1:
+    ]
+    torch.testing.assert_close(
+        student(text).logits, expected, rtol=0, atol=1e-4
+    )  # Llama's norms are in float32
 
 
 def test_centroids_are_those_of_clusters():

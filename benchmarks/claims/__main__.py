@@ -8,7 +8,9 @@ python benchmarks/claims --page          # nothing but pictures and page, from w
 import os
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # threads that wait sleep: before torch is imported
 
 import ablation
 import context
@@ -65,7 +67,10 @@ def main() -> None:
         sys.exit(f"claims must be among {', '.join(CLAIMS)}, got {', '.join(sorted(unknown))}")
     chosen = [] if "--page" in sys.argv else [CLAIMS[name] for name in names or CLAIMS]
     left = {claim.name: claim.minutes_left(claim.rows()) for claim in chosen}
-    print("minutes of CPU time left: " + ", ".join(f"{name} {x:.1f}" for name, x in left.items()), flush=True)
+    print(
+        "minutes of CPU time left: " + ", ".join(f"{name} {x:.1f}" for name, x in left.items()),
+        flush=True,
+    )
     for claim in chosen:
         rows = claim.go_on()
         print(f"{claim.name}: {': '.join(claim.verdict(rows))}", flush=True)

@@ -30,7 +30,9 @@ from learning import learn, loss_and_accuracy, make
 from pictures import dots
 from text import SIZES, passages
 
-SEEDS, LENGTH, STEPS = 3, 256, 150
+SEEDS = 3
+LENGTH = 256
+STEPS = 150
 CLOSED = -30.0  # before a sigmoid
 WINDOW = {"sliding_window": 64}
 VARIANTS = {
@@ -48,13 +50,23 @@ VARIANTS = {
     "chunks of 64": {"memory_chunk_size": 64},
 }
 GATES = {"without decay": "decay_proj", "without momentum": "momentum_proj"}
-WORSE = ("without decay", "without momentum", "without convolutions", "one matrix", "without persistent tokens")
+WORSE = (
+    "without decay",
+    "without momentum",
+    "without convolutions",
+    "one matrix",
+    "without persistent tokens",
+)
 BETTER = ("three matrices", "MAC", "MAG", "MAL")
 
 
 def plan(rows: Rows):
     """Every variant once before any has a second seed."""
-    return ({"variant": variant, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for variant in VARIANTS)
+    return (
+        {"variant": variant, "seed": seed, "steps": STEPS}
+        for seed in range(SEEDS)
+        for variant in VARIANTS
+    )
 
 
 def measure(*, variant: str, seed: int, steps: int) -> dict:
@@ -63,7 +75,9 @@ def measure(*, variant: str, seed: int, steps: int) -> dict:
     model = make("Titans", {**SIZES, "num_hidden_layers": 1}, **VARIANTS[variant])
     if variant in GATES:
         close(model, GATES[variant])
-    found = learn(model, partial(passages, LENGTH), lr=5e-3, steps=steps, rows=4, seed=seed, solved=2)
+    found = learn(
+        model, partial(passages, LENGTH), lr=5e-3, steps=steps, rows=4, seed=seed, solved=2
+    )
     model.eval()
     with torch.no_grad():
         held_out = passages(LENGTH, 64, torch.Generator().manual_seed(10_000), held_out=True)
@@ -85,7 +99,11 @@ def runs_of(rows: Rows, variant: str) -> Rows:
 def table(rows: Rows) -> Rows:
     """Nats a byte by variant."""
     return [
-        {"variant": variant, "loss, nats per byte": spread(runs, "nats"), "seeds that did not diverge": len(runs)}
+        {
+            "variant": variant,
+            "loss, nats per byte": spread(runs, "nats"),
+            "seeds that did not diverge": len(runs),
+        }
         for variant in VARIANTS
         if (runs := runs_of(rows, variant))
     ]
@@ -94,8 +112,11 @@ def table(rows: Rows) -> Rows:
 def draw(rows: Rows, figure) -> None:
     """Differences to all parts, seed by seed."""
     figure.set_size_inches(7, 4)
-    axes, whole = figure.subplots(), {row["seed"]: row["nats"] for row in runs_of(rows, "all")}
-    more = {x: [row["nats"] - whole[row["seed"]] for row in runs_of(rows, x)] for x in WORSE + BETTER}
+    axes = figure.subplots()
+    whole = {row["seed"]: row["nats"] for row in runs_of(rows, "all")}
+    more = {
+        x: [row["nats"] - whole[row["seed"]] for row in runs_of(rows, x)] for x in WORSE + BETTER
+    }
     dots(axes, {variant: values for variant, values in more.items() if values})
     axes.axvline(0, color="gray", linestyle=":")
     axes.locator_params(axis="x", nbins=5)

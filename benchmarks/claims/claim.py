@@ -54,7 +54,9 @@ class Claim:
 
     def pending(self, rows: Rows) -> list[dict]:
         """What is planned and not finished."""
-        return [what for what in self.plan(rows) if not any(what.items() <= row.items() for row in rows)]
+        return [
+            what for what in self.plan(rows) if not any(what.items() <= row.items() for row in rows)
+        ]
 
     def minutes_left(self, rows: Rows) -> float:
         """An estimate: the share of what is known to be left."""
@@ -65,14 +67,21 @@ class Claim:
         rows = self.rows(folder)
         while todo := self.pending(rows):
             rows.append({**todo[0], **self.measure(**todo[0])})
-            write(folder / f"{self.name}.jsonl", "".join(json.dumps(rounded(row)) + "\n" for row in rows))
-            print(f"{self.name}: {rounded({k: v for k, v in rows[-1].items() if not isinstance(v, list)})}", flush=True)
+            write(
+                folder / f"{self.name}.jsonl",
+                "".join(json.dumps(rounded(row)) + "\n" for row in rows),
+            )
+            print(
+                f"{self.name}: {rounded({k: v for k, v in rows[-1].items() if not isinstance(v, list)})}",
+                flush=True,
+            )
         self.picture(rows, folder)
         return rows
 
     def picture(self, rows: Rows, folder: Path = RESULTS) -> None:
         """Draw what is finished."""
-        figure, drawn = Figure(layout="constrained"), io.BytesIO()
+        figure = Figure(layout="constrained")
+        drawn = io.BytesIO()
         FigureCanvasAgg(figure)
         with rc_context(LOOK):
             self.draw(rows, figure)
@@ -97,14 +106,21 @@ def rounded(x):
     return float(f"{x:.5g}") if isinstance(x, float) else x
 
 
-def sweep(models: Iterable[str], rates: Iterable[float], seeds: int, rows: Rows, **setting) -> Iterator[dict]:
+def sweep(
+    models: Iterable[str], rates: Iterable[float], seeds: int, rows: Rows, **setting
+) -> Iterator[dict]:
     """Every rate with the first seed; then, where these are finished, the other seeds with the best rate."""
     for model in models:
         yield from ({"model": model, "lr": lr, "seed": 0, **setting} for lr in rates)
-        done = [row for row in rows if {"model": model, "seed": 0, **setting}.items() <= row.items()]
+        done = [
+            row for row in rows if {"model": model, "seed": 0, **setting}.items() <= row.items()
+        ]
         if {row["lr"] for row in done} >= set(rates):
             best = max(done, key=lambda row: row["accuracy"])
-            yield from ({"model": model, "lr": best["lr"], "seed": seed, **setting} for seed in range(1, seeds))
+            yield from (
+                {"model": model, "lr": best["lr"], "seed": seed, **setting}
+                for seed in range(1, seeds)
+            )
 
 
 def best_runs(rows: Rows, **setting) -> dict[str, Rows]:
@@ -127,5 +143,8 @@ def runs_by(rows: Rows, key: str, values: Iterable) -> dict[str, Rows]:
 def spread(rows: Rows, key: str) -> str:
     """Mean over seeds, and the range where there are several: '0.98 (0.97 to 1.00)'."""
     values = [row[key] for row in rows]
-    low, high = min(values), max(values)
-    return f"{mean(values):.3f}" + (f" ({low:.3f} to {high:.3f})" if f"{low:.3f}" != f"{high:.3f}" else "")
+    low = min(values)
+    high = max(values)
+    return f"{mean(values):.3f}" + (
+        f" ({low:.3f} to {high:.3f})" if f"{low:.3f}" != f"{high:.3f}" else ""
+    )

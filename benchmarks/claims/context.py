@@ -31,9 +31,17 @@ from claim import Claim, Rows, spread
 from hf_memory.ops import neural_memory
 from pictures import curve, plain_ticks
 
-D, PAIRS, ROWS, SEEDS, RATES = 16, 2048, 32, 3, (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+D = 16
+PAIRS = 2048
+ROWS = 32
+SEEDS = 3
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 EDGES = (0, 32, 64, 128, 256, 512, 1024, 2048)
-MEMORIES = {"linear attention": (1, PAIRS), "TTT-Linear": (1, 16), "TTT-MLP": (2, 16)}  # matrices, tokens of a step
+MEMORIES = {
+    "linear attention": (1, PAIRS),
+    "TTT-Linear": (1, 16),
+    "TTT-MLP": (2, 16),
+}  # matrices, tokens of a step
 RULES = ("matrix", "network")
 
 
@@ -56,11 +64,15 @@ def pairs(rule: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def start(depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     """Weights and biases that have read nothing."""
     sizes = (D, *[4 * D] * (depth - 1), D)
-    weights = [torch.randn(ROWS, n + 1, m, generator=generator) * n**-0.5 for n, m in zip(sizes, sizes[1:])]
+    weights = [
+        torch.randn(ROWS, n + 1, m, generator=generator) * n**-0.5 for n, m in zip(sizes, sizes[1:])
+    ]
     return (*weights[:-1], 0.1 * weights[-1])
 
 
-def errors(depth: int, step: int, keys: Tensor, values: Tensor, rate: float, generator) -> list[float]:
+def errors(
+    depth: int, step: int, keys: Tensor, values: Tensor, rate: float, generator
+) -> list[float]:
     """Between the EDGES."""
     norm = torch.ones(ROWS, D), torch.zeros(ROWS, D)
     asked = torch.cat([keys[:, 1:], keys[:, :1]], 1)  # a token asks what comes next
@@ -77,15 +89,22 @@ def errors(depth: int, step: int, keys: Tensor, values: Tensor, rate: float, gen
         norm=norm,
         activation="gelu_tanh",
     )
-    error = (recalled - torch.cat([values[:, 1:], values[:, :1]], 1))[:, :-1].square().sum((0, 2, 3))
+    error = (
+        (recalled - torch.cat([values[:, 1:], values[:, :1]], 1))[:, :-1].square().sum((0, 2, 3))
+    )
     most = (values - keys)[:, 1:].square().sum((0, 2, 3))
-    return [(error[low:high].sum() / most[low:high].sum()).item() for low, high in zip(EDGES, EDGES[1:])]
+    return [
+        (error[low:high].sum() / most[low:high].sum()).item() for low, high in zip(EDGES, EDGES[1:])
+    ]
 
 
 def plan(rows: Rows):
     """Every memory and rule."""
     return (
-        {"rule": rule, "memory": memory, "seed": seed} for seed in range(SEEDS) for rule in RULES for memory in MEMORIES
+        {"rule": rule, "memory": memory, "seed": seed}
+        for seed in range(SEEDS)
+        for rule in RULES
+        for memory in MEMORIES
     )
 
 
@@ -93,7 +112,10 @@ def plan(rows: Rows):
 def measure(*, rule: str, memory: str, seed: int) -> dict:
     """At the rate that is best in the end."""
     keys, values = pairs(rule, torch.Generator().manual_seed(seed))
-    found = {rate: errors(*MEMORIES[memory], keys, values, rate, torch.Generator().manual_seed(seed)) for rate in RATES}
+    found = {
+        rate: errors(*MEMORIES[memory], keys, values, rate, torch.Generator().manual_seed(seed))
+        for rate in RATES
+    }
     best = min(found, key=lambda rate: found[rate][-1])
     return {"rate": best, "errors": found[best], "last": found[best][-1]}
 
@@ -110,7 +132,10 @@ def table(rows: Rows) -> Rows:
         {
             "rule": rule,
             "memory": memory,
-            **{c: f"{mean(x):.3f}" for c, x in zip(columns[:-1], list(zip(*(row["errors"] for row in runs)))[-3:])},
+            **{
+                c: f"{mean(x):.3f}"
+                for c, x in zip(columns[:-1], list(zip(*(row["errors"] for row in runs)))[-3:])
+            },
             columns[-1]: spread(runs, "last"),
             "best inner learning rates": ", ".join(sorted({f"{row['rate']:g}" for row in runs})),
         }
@@ -137,14 +162,23 @@ def verdict(rows: Rows) -> tuple[str, str]:
     """Who gains by the last pairs."""
     found = {(r, m): runs_of(rows, r, m) for r in RULES for m in MEMORIES}
     last = {x: mean(row["errors"][-1] for row in runs) for x, runs in found.items()}
-    gain = {x: mean(row["errors"][-3] - row["errors"][-1] for row in runs) for x, runs in found.items()}
+    gain = {
+        x: mean(row["errors"][-3] - row["errors"][-1] for row in runs) for x, runs in found.items()
+    }
     figures = f"error of the last {PAIRS - EDGES[-2]:,} of {PAIRS:,} pairs: " + "; ".join(
-        f"where the rule is a {r}, " + ", ".join(f"{m} {last[r, m]:.3f}" for m in MEMORIES) for r in RULES
+        f"where the rule is a {r}, " + ", ".join(f"{m} {last[r, m]:.3f}" for m in MEMORIES)
+        for r in RULES
     )
     linear, one, two = MEMORIES
-    more = [gain[r, m] > gain[r, linear] and last[r, m] < last[r, linear] for r in RULES for m in (one, two)]
+    more = [
+        gain[r, m] > gain[r, linear] and last[r, m] < last[r, linear]
+        for r in RULES
+        for m in (one, two)
+    ]
     holds = [all(more), last["network", two] < last["network", one]]
-    return ("reproduced" if all(holds) else "partly reproduced" if any(more) else "not reproduced"), figures
+    return (
+        "reproduced" if all(holds) else "partly reproduced" if any(more) else "not reproduced"
+    ), figures
 
 
 CLAIM = Claim("context", "Use of longer contexts", __doc__, 2, plan, measure, table, draw, verdict)

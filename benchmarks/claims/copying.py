@@ -32,8 +32,15 @@ from pictures import curves
 from recall import HALF_LIFE, KEY_SIZE, OPEN, SIZES, VOCABULARY, WithTheTokenBefore
 from recall import MODELS as OPTIONS
 
-GAP, TOKENS, SEEDS, STEPS, RATE, COPIED = 32, 2048, 3, 600, 1e-2, 0.95
-SHORT, LONG, ASKED = (4, 8, 16), (8, 16, 32, 64), (8, 16, 32, 64, 96)
+GAP = 32
+TOKENS = 2048
+SEEDS = 3
+STEPS = 600
+RATE = 1e-2
+COPIED = 0.95
+SHORT = (4, 8, 16)
+LONG = (8, 16, 32, 64)
+ASKED = (8, 16, 32, 64, 96)
 KEEPS = ("softmax attention", "DeltaFormer")
 DECISIVE = ("softmax attention", "linear attention", "DeltaNet")
 MODELS = (*DECISIVE, "DeltaFormer", "Gated DeltaNet", "GLA", "Mamba-2", "retention", "Titans")
@@ -51,7 +58,8 @@ def strings(length: int, tokens: int, generator: torch.Generator, gap: int = GAP
 
 def kinds(steps: int, seed: int):
     """Strings of every step: short ones without a gap in the first two fifths."""
-    choose, short = Random(seed).choice, 2 * steps // 5
+    choose = Random(seed).choice
+    short = 2 * steps // 5
     yield from (partial(strings, choose(SHORT), gap=0) for _ in range(short))
     yield from (partial(strings, choose(LONG)) for _ in range(steps - short))
 
@@ -59,7 +67,11 @@ def kinds(steps: int, seed: int):
 def plan(rows: Rows):
     """Every model once before any has a second seed."""
     models = [MODELS, *[DECISIVE] * (SEEDS - 1)]
-    return ({"model": model, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for model in models[seed])
+    return (
+        {"model": model, "seed": seed, "steps": STEPS}
+        for seed in range(SEEDS)
+        for model in models[seed]
+    )
 
 
 def measure(*, model: str, seed: int, steps: int) -> dict:
@@ -70,7 +82,9 @@ def measure(*, model: str, seed: int, steps: int) -> dict:
         with torch.no_grad():
             learner.model.layers[0].mixer.decay.start_open(HALF_LIFE)
     learner.set_input_embeddings(WithTheTokenBefore(learner.get_input_embeddings()))
-    found = learn(learner, in_turn(kinds(steps, seed)), lr=RATE, steps=steps, rows=TOKENS, seed=seed, solved=2)
+    found = learn(
+        learner, in_turn(kinds(steps, seed)), lr=RATE, steps=steps, rows=TOKENS, seed=seed, solved=2
+    )
     asked = [accuracy(learner, partial(strings, n), rows=32 * (2 * n + GAP)) for n in ASKED]
     return found | {"asked": asked, "accuracy": asked[-1]}
 
@@ -105,8 +119,14 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """Accuracy over the length."""
-    found = {model: [row["asked"] for row in runs] for model, runs in runs_by(rows, "model", MODELS).items()}
-    labels = {"xlabel": f"tokens of the string; dotted: {KEY_SIZE}, the key size", "ylabel": "accuracy"}
+    found = {
+        model: [row["asked"] for row in runs]
+        for model, runs in runs_by(rows, "model", MODELS).items()
+    }
+    labels = {
+        "xlabel": f"tokens of the string; dotted: {KEY_SIZE}, the key size",
+        "ylabel": "accuracy",
+    }
     curves(figure, ASKED, found, KEY_SIZE, found.keys() - KEEPS, **labels, ylim=(-0.02, 1.02))
 
 
@@ -119,7 +139,9 @@ def verdict(rows: Rows) -> tuple[str, str]:
     )
     if copied["softmax attention"] < ASKED[-1] or copied["linear attention"] == ASKED[-1]:
         return "not reproduced", said
-    learned = all(copied.values())  # what copies no string at all says nothing about how much its state holds
+    learned = all(
+        copied.values()
+    )  # what copies no string at all says nothing about how much its state holds
     as_expected = all((n == ASKED[-1]) == (model in KEEPS) for model, n in copied.items())
     return ("reproduced" if learned and as_expected else "partly reproduced"), said
 

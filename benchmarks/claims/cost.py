@@ -26,7 +26,8 @@ from hf_memory.evaluation.efficiency import reading_and_writing
 from learning import MODELS, make
 from pictures import COLORS, plain_ticks
 
-LENGTHS, NEW = (2048, 4096, 8192, 16384), 16
+LENGTHS = (2048, 4096, 8192, 16384)
+NEW = 16
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -60,7 +61,9 @@ def measure(*, model: str, tokens: int) -> dict:
 def exponent(rows: Rows, model: str, key: str) -> float:
     """The slope of the logarithm over that of the length, by least squares."""
     mine = [row for row in rows if row["model"] == model and row["tokens"] >= 4096]
-    return linear_regression(*([math.log(row[name]) for row in mine] for name in ("tokens", key))).slope
+    return linear_regression(
+        *([math.log(row[name]) for row in mine] for name in ("tokens", key))
+    ).slope
 
 
 def table(rows: Rows) -> Rows:
@@ -83,12 +86,21 @@ def table(rows: Rows) -> Rows:
 def draw(rows: Rows, figure) -> None:
     """Reading, writing and bytes over the length."""
     figure.set_size_inches(11, 3.8)
-    labels = {"read": (1, "seconds to read"), "write": (1e3, "ms for a further token"), "bytes": (1e-3, "kB of cache")}
+    labels = {
+        "read": (1, "seconds to read"),
+        "write": (1e3, "ms for a further token"),
+        "bytes": (1e-3, "kB of cache"),
+    }
     for axes, (key, (unit, label)) in zip(figure.subplots(1, 3), labels.items()):
         for model in COMPARED:
             mine = [row for row in rows if row["model"] == model]
             name, style = look(model)
-            axes.plot([row["tokens"] for row in mine], [unit * row[key] for row in mine], label=name, **style)
+            axes.plot(
+                [row["tokens"] for row in mine],
+                [unit * row[key] for row in mine],
+                label=name,
+                **style,
+            )
         plain_ticks(axes, LENGTHS)
         axes.set(yscale="log", xlabel="tokens read", ylabel=label)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -111,14 +123,25 @@ def look(model: str) -> tuple[str, dict]:
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Exponents of reading and of bytes."""
-    reading, size = ({model: exponent(rows, model, key) for model in COMPARED} for key in ("read", "bytes"))
+    reading, size = (
+        {model: exponent(rows, model, key) for model in COMPARED} for key in ("read", "bytes")
+    )
     reference = reading.pop(OTHER)
     fits = {m: 1.4 < x < 2.2 if m in GROWING else 0.75 < x < 1.25 for m, x in reading.items()}
-    off = [f"the exponent of reading time is {reading[m]:.2f} for {m}" for m, fit in fits.items() if not fit]
+    off = [
+        f"the exponent of reading time is {reading[m]:.2f} for {m}"
+        for m, fit in fits.items()
+        if not fit
+    ]
     expected = {model: float(model in GROWING) for model in COMPARED} | {LOG_LINEAR: 0.1}
-    off += [f"the exponent of bytes is {x:.2f} for {m}" for m, x in size.items() if abs(x - expected[m]) > 0.03]
+    off += [
+        f"the exponent of bytes is {x:.2f} for {m}"
+        for m, x in size.items()
+        if abs(x - expected[m]) > 0.03
+    ]
     summary = (
-        ", ".join(f"{m} {reading[m]:.2f}" for m in GROWING) + f", transformers' Mamba-2 in PyTorch {reference:.2f}"
+        ", ".join(f"{m} {reading[m]:.2f}" for m in GROWING)
+        + f", transformers' Mamba-2 in PyTorch {reference:.2f}"
     )
     memories = [x for m, x in reading.items() if m not in GROWING]
     return (
@@ -132,4 +155,6 @@ def verdict(rows: Rows) -> tuple[str, str]:
     )
 
 
-CLAIM = Claim("cost", "Time and memory by context length", __doc__, 4, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "cost", "Time and memory by context length", __doc__, 4, plan, measure, table, draw, verdict
+)

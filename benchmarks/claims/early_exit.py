@@ -31,7 +31,13 @@ from hf_memory.decoding import EarlyExit, calibrate, exit_loss, fit_classifier
 from pictures import COLORS
 from text import SIZES, passages
 
-LAYERS, SEEDS, STEPS, ROWS, LENGTH, ASKED, TOLERANCE = 8, 3, 200, 8, 128, 12, 0.25
+LAYERS = 8
+SEEDS = 3
+STEPS = 200
+ROWS = 8
+LENGTH = 128
+ASKED = 12
+TOLERANCE = 0.25
 THRESHOLDS = {  # 1: the whole model
     "softmax": (0.3, 0.1, 0.04, 0.02),
     "cosine": (1.0, 0.95, 0.9, 0.8),
@@ -49,7 +55,8 @@ def measure(*, seed: int, steps: int, calibrated: int = 100, asked: int = 60) ->
     model = train(seed, steps)
     generator = torch.Generator().manual_seed(10_000)
     on, others = (passages(ASKED, n, generator, held_out=True)[0] for n in (calibrated, asked))
-    learned, whole = passages(LENGTH, 30, torch.Generator().manual_seed(seed))[0], read(model, others)
+    learned = passages(LENGTH, 30, torch.Generator().manual_seed(seed))[0]
+    whole = read(model, others)
     found: dict = {"whole": nats(whole, others)}
     for name, thresholds in THRESHOLDS.items():
         how: dict = {"confidence": fit_classifier(model, learned) if name == "classifier" else name}
@@ -58,14 +65,21 @@ def measure(*, seed: int, steps: int, calibrated: int = 100, asked: int = 60) ->
             logits = read(model, others)
         changed = (logits.argmax(-1) != whole.argmax(-1)).double().mean().item()
         costs = nats(logits, others) - found["whole"]
-        found[name] = {"threshold": threshold, "layers": early.mean_depth(), "changed": changed, "nats": costs}
+        found[name] = {
+            "threshold": threshold,
+            "layers": early.mean_depth(),
+            "changed": changed,
+            "nats": costs,
+        }
     return found
 
 
 def train(seed: int, steps: int) -> PreTrainedModel:
     """A model that predicts at its exits too."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": LAYERS}, tie_word_embeddings=True))
+    model = LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, "num_hidden_layers": LAYERS}, tie_word_embeddings=True)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps)
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +96,8 @@ def train(seed: int, steps: int) -> PreTrainedModel:
 @torch.no_grad()
 def read(model: PreTrainedModel, texts: Tensor) -> Tensor:
     """Logits [n, T / 2 - 1, V] of the bytes after the first of the second halves, read byte by byte."""
-    half, logits = texts.shape[1] // 2, []
+    half = texts.shape[1] // 2
+    logits = []
     for row in texts.split(1):
         cache = cache_of(model(row[:, :half], use_cache=True))
         for x in row[:, half:-1].split(1, 1):
@@ -107,7 +122,9 @@ def table(rows: Rows) -> Rows:
             "confidence": name,
             "thresholds": ", ".join(f"{x:g}" for x in figures(rows, name, "threshold")),
             f"mean layers of {LAYERS}": spread([row[name] for row in rows], "layers"),
-            f"changed predictions (limit {TOLERANCE})": spread([row[name] for row in rows], "changed"),
+            f"changed predictions (limit {TOLERANCE})": spread(
+                [row[name] for row in rows], "changed"
+            ),
             "increase of the loss, nats per byte": f"{mean(figures(rows, name, 'nats')):+.3f}",
         }
         for name in THRESHOLDS

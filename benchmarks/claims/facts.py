@@ -27,7 +27,11 @@ from claim import Claim, Rows, runs_by, spread
 from learning import IGNORED, accuracy, learn, make
 from pictures import curve
 
-VOCABULARY, FACTS, STEPS, ROWS, SEEDS = 256, 16_384, 400, 1024, 3
+VOCABULARY = 256
+FACTS = 16_384
+STEPS = 400
+ROWS = 1024
+SEEDS = 3
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -35,7 +39,12 @@ SIZES = {
     "num_attention_heads": 2,
     "layer_types": ["full_attention"],
 }
-SLOTS = {"mlp_types": ["memory"], "product_key_heads": 2, "product_key_dim": 32, "product_key_top_k": 4}
+SLOTS = {
+    "mlp_types": ["memory"],
+    "product_key_heads": 2,
+    "product_key_dim": 32,
+    "product_key_top_k": 4,
+}
 DECISIVE = ("MLP of equal cost", "16,384 slots")
 MODELS = {
     "MLP of equal cost": {"intermediate_size": 109},
@@ -79,7 +88,9 @@ def measure(*, model: str, seed: int, facts: int, steps: int) -> dict:
     torch.manual_seed(seed)
     known = table_of_facts(facts, seed)
     learner = make("linear attention", SIZES, **MODELS[model])
-    found = learn(learner, partial(some, known), lr=5e-3, steps=steps, rows=ROWS, seed=seed, solved=2)
+    found = learn(
+        learner, partial(some, known), lr=5e-3, steps=steps, rows=ROWS, seed=seed, solved=2
+    )
     return found | {"accuracy": accuracy(learner, lambda *_: asked(known))}
 
 
@@ -104,7 +115,10 @@ def draw(rows: Rows, figure) -> None:
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Whether slots know more than what costs as much."""
-    known = {model: [row["accuracy"] for row in runs] for model, runs in runs_by(rows, "model", MODELS).items()}
+    known = {
+        model: [row["accuracy"] for row in runs]
+        for model, runs in runs_by(rows, "model", MODELS).items()
+    }
     dense, slots = (known[model] for model in DECISIVE)
     figures = f"fraction of {FACTS:,} facts that is known: " + "; ".join(
         f"{model} {mean(x):.2f}" for model, x in known.items()
@@ -112,4 +126,6 @@ def verdict(rows: Rows) -> tuple[str, str]:
     return ("reproduced" if min(slots) > max(dense) else "not reproduced"), figures
 
 
-CLAIM = Claim("facts", "Facts in memory layers", __doc__, 3, plan, measure, table, draw, verdict, DECISIVE)
+CLAIM = Claim(
+    "facts", "Facts in memory layers", __doc__, 3, plan, measure, table, draw, verdict, DECISIVE
+)

@@ -28,7 +28,10 @@ from interference import recalled
 from learning import make
 from pictures import curve
 
-SEEDS, FAR, PAIRS, D = 3, 2048, 256, 64
+SEEDS = 3
+FAR = 2048
+PAIRS = 256
+D = 64
 SIZES = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
 GATES = ("retention", "gated retention", "GLA", "Mamba-2", "Gated DeltaNet", "KDA")
 HALF_LIVES = (None, 256, 64, 16)  # of the second part, in pairs
@@ -65,7 +68,11 @@ def half_lives(gate: str) -> dict:
 def recall_by_age(half_life: int | None) -> dict:
     """Shares of eighths of the pairs, the newest first, by both rules."""
     k, v = (F.normalize(torch.randn(1, PAIRS, 1, D), dim=-1) for _ in range(2))
-    g = None if half_life is None else torch.full((1, PAIRS, 1), -torch.tensor(2.0).log().item() / half_life)
+    g = (
+        None
+        if half_life is None
+        else torch.full((1, PAIRS, 1), -torch.tensor(2.0).log().item() / half_life)
+    )
     additive = linear_attention(k, k, v, g, output_final_state=True)[1]
     delta = delta_rule(k, k, v, torch.ones(1, PAIRS, 1), g, output_final_state=True)[1]
     found = {}
@@ -77,7 +84,10 @@ def recall_by_age(half_life: int | None) -> dict:
 
 def gate_rows(rows: Rows) -> dict[str, list[int]]:
     """Half-lives by gate, of all seeds."""
-    return {gate: [x for row in rows if row.get("gate") == gate for x in row["half_lives"]] for gate in GATES}
+    return {
+        gate: [x for row in rows if row.get("gate") == gate for x in row["half_lives"]]
+        for gate in GATES
+    }
 
 
 def table(rows: Rows) -> Rows:
@@ -109,16 +119,27 @@ def draw(rows: Rows, figure) -> None:
     figure.set_size_inches(12, 3.6)
     lives, *axes = figure.subplots(1, 3)
     for gate, found in gate_rows(rows).items():
-        lives.plot(sorted(found), [i / len(found) for i in range(len(found))], label=gate, marker="")
+        lives.plot(
+            sorted(found), [i / len(found) for i in range(len(found))], label=gate, marker=""
+        )
     lives.set(
-        xscale="log", xlabel="half-life of a gate at its start, tokens", ylabel="fraction of heads and channels below"
+        xscale="log",
+        xlabel="half-life of a gate at its start, tokens",
+        ylabel="fraction of heads and channels below",
     )
-    for panel, (rule, title) in zip(axes, {"additive": "additive memory", "delta": "delta rule"}.items()):
+    for panel, (rule, title) in zip(
+        axes, {"additive": "additive memory", "delta": "delta rule"}.items()
+    ):
         for half_life in HALF_LIVES:
             ages = [PAIRS // 16 * (2 * i + 1) for i in range(8)]
             seeds = [row[rule] for row in rows if rule in row and row["half_life"] == half_life]
             curve(panel, ages, seeds, label=f"{half_life} tokens" if half_life else "no decay")
-        panel.set(title=f"{title}, {D} key channels", xlabel="pairs read since", ylabel="recall", ylim=(-0.02, 1.02))
+        panel.set(
+            title=f"{title}, {D} key channels",
+            xlabel="pairs read since",
+            ylabel="recall",
+            ylim=(-0.02, 1.02),
+        )
     lives.xaxis.set_major_formatter("{x:,g}")
     lives.set(xlim=(0.02, None), xticks=(1, 10, 100, 1000))
     lives.legend(loc="upper left")
@@ -130,9 +151,17 @@ def verdict(rows: Rows) -> tuple[str, str]:
     lives = gate_rows(rows)
     heads = enumerate(lives["retention"])
     off = [f"head {i % 8} of retention: {x}" for i, x in heads if x not in near(RETENTION[i % 8])]
-    off += [f"{gate}: median {median(lives[gate])}" for gate in GATES[1:3] if abs(median(lives[gate]) - 16) > 1]
+    off += [
+        f"{gate}: median {median(lives[gate])}"
+        for gate in GATES[1:3]
+        if abs(median(lives[gate]) - 16) > 1
+    ]
     wide = {gate: max(lives[gate]) / min(lives[gate]) for gate in GATES[3:]}
-    off += [f"{gate}: the longest half-life is {x:.0f} times the shortest" for gate, x in wide.items() if x < 50]
+    off += [
+        f"{gate}: the longest half-life is {x:.0f} times the shortest"
+        for gate, x in wide.items()
+        if x < 50
+    ]
     plain, (newest, *_, oldest) = recall(rows, "additive", None)[0], recall(rows, "additive", 64)
     summary = f"with a half-life of 64, recall of 256 pairs is {newest:.2f} for the newest 32"
     summary += f" and {oldest:.2f} for the oldest 32"
@@ -150,4 +179,6 @@ def near(tokens: int) -> range:
     return range(min(tokens, FAR) - 1, min(tokens, FAR) + 2)
 
 
-CLAIM = Claim("forgetting", "Half-lives of gates", __doc__, 0.1, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "forgetting", "Half-lives of gates", __doc__, 0.1, plan, measure, table, draw, verdict
+)

@@ -36,12 +36,16 @@ from learning import IGNORED, accuracy, in_turn, learn, make
 from parity import NEGATIVE, POSITIVE, SIZES
 from pictures import COLORS, dots
 
-LENGTHS, STEPS, ELEMENTS = (2, 4, 8, 16), 800, 1024
+LENGTHS = (2, 4, 8, 16)
+STEPS = 800
+ELEMENTS = 1024
 
 
 def table_of(elements: list) -> Tensor:
     """The product of row and column, of permutations; element 0 changes nothing."""
-    return torch.tensor([[elements.index(tuple(a[i] for i in b)) for b in elements] for a in elements])
+    return torch.tensor(
+        [[elements.index(tuple(a[i] for i in b)) for b in elements] for a in elements]
+    )
 
 
 def is_even(p: tuple) -> bool:
@@ -65,7 +69,13 @@ MODELS = {  # of learning, options, learning rate, tokens an element, seeds of e
         1,
         {"Z3": 3, "S3": 3, "A5": 1},
     ),
-    "DeltaProduct, [0, 1], two steps": ("DeltaNet", {**POSITIVE, "num_householder": 2}, 1e-2, 1, {"S3": 1}),
+    "DeltaProduct, [0, 1], two steps": (
+        "DeltaNet",
+        {**POSITIVE, "num_householder": 2},
+        1e-2,
+        1,
+        {"S3": 1},
+    ),
     "DeltaNet, [-1, 1]": ("DeltaNet", NEGATIVE, 1e-2, 1, {"Z3": 3, "S3": 3}),
     "DeltaNet, [0, 1], two tokens": ("DeltaNet", POSITIVE, 1e-2, 2, {"Z3": 3, "S3": 3}),
     "softmax attention": ("softmax attention", {}, 1e-2, 1, {"Z3": 3, "S3": 3}),
@@ -85,13 +95,20 @@ UNDECIDED = ("A5",)  # what a layer of this size learns of it is not part of the
 
 
 def products(
-    group: Tensor, copies: int, length: int, rows: int, generator: torch.Generator, *, last: int | None = None
+    group: Tensor,
+    copies: int,
+    length: int,
+    rows: int,
+    generator: torch.Generator,
+    *,
+    last: int | None = None,
 ):
     """Elements in so many tokens each, and at the last of these the product so far; with `last`, only at the end."""
     size = len(group)
     elements = torch.randint(size, (rows, length), generator=generator)
     tokens = elements[..., None] + size * torch.arange(copies)  # [B, T, copies]
-    targets, product = torch.full_like(tokens, IGNORED), torch.zeros(rows, dtype=torch.long)
+    targets = torch.full_like(tokens, IGNORED)
+    product = torch.zeros(rows, dtype=torch.long)
     for t in range(length):
         product = group[product, elements[:, t]]
         if last is None or t >= length - last:
@@ -103,7 +120,9 @@ def curriculum(group: Tensor, copies: int, steps: int):
     """Rows of every step: a fifth of the steps each for short ones, and the rest for the longest."""
     for step in range(steps):
         length = LENGTHS[min(5 * step // steps, len(LENGTHS) - 1)]
-        yield lambda elements, generator, n=length: products(group, copies, n, elements // n, generator)
+        yield lambda elements, generator, n=length: products(
+            group, copies, n, elements // n, generator
+        )
 
 
 def plan(rows: Rows):
@@ -124,7 +143,8 @@ def measure(*, group: str, model: str, seed: int, steps: int) -> dict:
     learner = make(name, {**SIZES, "vocab_size": copies * len(GROUPS[group])}, **options)
     batches = in_turn(curriculum(GROUPS[group], copies, steps))
     found = learn(learner, batches, lr=lr, steps=steps, rows=ELEMENTS, seed=seed, solved=2)
-    task, longest = partial(products, GROUPS[group], copies), LENGTHS[-1]
+    task = partial(products, GROUPS[group], copies)
+    longest = LENGTHS[-1]
     found["accuracy"] = accuracy(learner, partial(task, longest))
     return found | {"longer": accuracy(learner, partial(task, 4 * longest, last=longest))}
 
@@ -140,9 +160,14 @@ def table(rows: Rows) -> Rows:
         {
             "model": model,
             **{
-                f"{group}: {label}": spread(runs, key) if (runs := runs_of(rows, group, model)) else ""
+                f"{group}: {label}": spread(runs, key)
+                if (runs := runs_of(rows, group, model))
+                else ""
                 for group in GROUPS
-                for label, key in ((f"{LENGTHS[-1]} elements", "accuracy"), (f"end of {4 * LENGTHS[-1]}", "longer"))
+                for label, key in (
+                    (f"{LENGTHS[-1]} elements", "accuracy"),
+                    (f"end of {4 * LENGTHS[-1]}", "longer"),
+                )
             },
         }
         for model in MODELS
@@ -154,16 +179,23 @@ def draw(rows: Rows, figure) -> None:
     figure.set_size_inches(11, 5)
     for axes, group in zip(figure.subplots(2, 2).flat, GROUPS):
         longer = {model: [row["longer"] for row in runs_of(rows, group, model)] for model in MODELS}
-        dots(axes, {m: x for m, x in longer.items() if x}, lambda model: COLORS[0 if model in TURNED else 1])
+        dots(
+            axes,
+            {m: x for m, x in longer.items() if x},
+            lambda model: COLORS[0 if model in TURNED else 1],
+        )
         axes.axvline(1 / len(GROUPS[group]), color="gray", linestyle=":")
         axes.set(title=group, xlim=(0, 1.04), xlabel="accuracy at the end of 64 elements")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """How many seeds follow with two reflections a token, and who else is above chance."""
-    follow, others = {}, {}
+    follow = {}
+    others = {}
     for row in rows:
-        group, model, longer = row["group"], row["model"], row["longer"]
+        group = row["group"]
+        model = row["model"]
+        longer = row["longer"]
         if group in UNDECIDED:
             continue
         if model in TURNED:
@@ -176,7 +208,11 @@ def verdict(rows: Rows) -> tuple[str, str]:
     )
     above = ", ".join(f"{model} on {group} {x:.2f}" for (group, model), x in others.items())
     figures += f"; unexpectedly above chance: {above}" if others else "; all others are at chance"
-    return ("partly reproduced" if others or min(map(min, follow.values())) < 0.95 else "reproduced"), figures
+    return (
+        "partly reproduced" if others or min(map(min, follow.values())) < 0.95 else "reproduced"
+    ), figures
 
 
-CLAIM = Claim("groups", "State tracking in groups", __doc__, 14, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "groups", "State tracking in groups", __doc__, 14, plan, measure, table, draw, verdict
+)

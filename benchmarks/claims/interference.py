@@ -28,7 +28,8 @@ from hf_memory.ops import delta_rule, linear_attention
 from hf_memory.ops.deltaformer import read
 from pictures import curve, plain_ticks
 
-D, SEEDS = 64, 5
+D = 64
+SEEDS = 5
 PAIRS = (8, 16, 32, 64, 128, 256, 512)
 EXPECTED = {  # and how far off a figure may be, which is what draws of so few pairs differ by
     "noise, N=64": (63 / D, 0.1),
@@ -72,7 +73,8 @@ LABELS = {  # of the table
 
 def additive(keys: Tensor, values: Tensor) -> Tensor:
     """A memory [K, V] of pairs [N, K] and [N, V]."""
-    k, v = keys[None, :, None], values[None, :, None]
+    k = keys[None, :, None]
+    v = values[None, :, None]
     return linear_attention(k, k, v, output_final_state=True)[1][0, 0]
 
 
@@ -85,7 +87,9 @@ def delta(keys: Tensor, values: Tensor, readings: int = 1) -> Tensor:
 def by_kernel(kernel: str, keys: Tensor, values: Tensor) -> Tensor:
     """Answers [N, V] to all keys of DeltaFormer's read of all pairs; a query's own key and value are zero."""
     k, u = (F.pad(x, (0, 0, 0, 1)).expand(len(keys), -1, -1)[:, :, None] for x in (keys, values))
-    return read(keys[:, None, None], k, u, kernel=kernel, scale=D**0.5 if kernel == "softmax" else 1.0)[:, 0, 0]
+    return read(
+        keys[:, None, None], k, u, kernel=kernel, scale=D**0.5 if kernel == "softmax" else 1.0
+    )[:, 0, 0]
 
 
 WAYS = {"additive": additive, "delta": delta}
@@ -109,7 +113,8 @@ def measure(*, seed: int) -> dict:
     found |= {kernel: [] for kernel in READS}
     for count in PAIRS:
         keys, values = pairs(count)
-        sums, last = keys @ additive(keys, values), keys @ delta(keys, values)
+        sums = keys @ additive(keys, values)
+        last = keys @ delta(keys, values)
         found["noise"].append((sums - values).square().sum(-1).mean().item())
         for name, answers in zip(WAYS, (sums, last)):
             found[name].append(recalled(answers, values).mean().item())
@@ -126,7 +131,11 @@ def correlated() -> dict:
     found = {}
     for cosine in (0.26, 0.67):
         keys, values = pairs(48, cosine)
-        ways = {"additive": additive(keys, values), "delta": delta(keys, values), "delta, 8": delta(keys, values, 8)}
+        ways = {
+            "additive": additive(keys, values),
+            "delta": delta(keys, values),
+            "delta, 8": delta(keys, values, 8),
+        }
         for name, memory in ways.items():
             found[f"cosine {cosine}, {name}"] = recalled(keys @ memory, values).mean().item()
     return found
@@ -139,9 +148,12 @@ def plan(rows: Rows):
 
 def bound_again() -> dict:
     """Error of 16 pairs after each of the orthonormal keys was bound to another value first."""
-    keys, values = torch.linalg.qr(torch.randn(D, D))[0][:16], pairs(32)[1]
+    keys = torch.linalg.qr(torch.randn(D, D))[0][:16]
+    values = pairs(32)[1]
     both = keys.repeat(2, 1)
-    errors = {name: (keys @ way(both, values) - values[16:]).norm(dim=-1) for name, way in WAYS.items()}
+    errors = {
+        name: (keys @ way(both, values) - values[16:]).norm(dim=-1) for name, way in WAYS.items()
+    }
     return {f"bound again, {name}": error.mean().item() for name, error in errors.items()}
 
 
@@ -150,9 +162,9 @@ def table(rows: Rows) -> Rows:
     curves = [key for key, value in rows[0].items() if isinstance(value, list)]
     singles = [key for key in rows[0] if key not in curves and key != "seed"]
     by_pairs = ({f"N = {n}": f"{at(rows, key, n):.2f}" for n in PAIRS} for key in curves)
-    return [{"figure": LABELS[key], **found, "mean (range)": ""} for key, found in zip(curves, by_pairs)] + [
-        {"figure": LABELS[key], "mean (range)": spread(rows, key)} for key in singles
-    ]
+    return [
+        {"figure": LABELS[key], **found, "mean (range)": ""} for key, found in zip(curves, by_pairs)
+    ] + [{"figure": LABELS[key], "mean (range)": spread(rows, key)} for key in singles]
 
 
 def at(rows: Rows, key: str, count: int) -> float:
@@ -200,12 +212,27 @@ def figures(rows: Rows) -> dict[str, float]:
 def verdict(rows: Rows) -> tuple[str, str]:
     """Against the figures that are expected."""
     found = figures(rows)
-    off = [key for key, (value, tolerance) in EXPECTED.items() if abs(found[key] - value) > tolerance]
+    off = [
+        key for key, (value, tolerance) in EXPECTED.items() if abs(found[key] - value) > tolerance
+    ]
     if off:
         return "partly reproduced", ", ".join(
             f"{key}: {found[key]:.2f}, but {EXPECTED[key][0]:.2f} was expected" for key in off
         )
-    return "reproduced", f"{len(EXPECTED)} of {len(EXPECTED)} figures agree with the expected values"
+    return (
+        "reproduced",
+        f"{len(EXPECTED)} of {len(EXPECTED)} figures agree with the expected values",
+    )
 
 
-CLAIM = Claim("interference", "Interference and overwriting", __doc__, 0.1, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "interference",
+    "Interference and overwriting",
+    __doc__,
+    0.1,
+    plan,
+    measure,
+    table,
+    draw,
+    verdict,
+)

@@ -32,7 +32,11 @@ from learning import learn, make
 from pictures import curves
 from text import SIZES, passages
 
-LENGTH, FAR, PASSAGES, SEEDS, STEPS = 256, 8192, 4, 3, 200
+LENGTH = 256
+FAR = 8192
+PASSAGES = 4
+SEEDS = 3
+STEPS = 200
 EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
 NOPE = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
 MODELS = {
@@ -56,7 +60,11 @@ DECISIVE = tuple(MODELS)[:5]
 def plan(rows: Rows):
     """Every model once before any has a second seed."""
     models = [MODELS, *[DECISIVE] * (SEEDS - 1)]
-    return ({"model": model, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for model in models[seed])
+    return (
+        {"model": model, "seed": seed, "steps": STEPS}
+        for seed in range(SEEDS)
+        for model in models[seed]
+    )
 
 
 def measure(*, model: str, seed: int, steps: int) -> dict:
@@ -64,7 +72,9 @@ def measure(*, model: str, seed: int, steps: int) -> dict:
     torch.manual_seed(seed)
     name, options = MODELS[model]
     learner = make(name, {**SIZES, "max_position_embeddings": FAR}, **options)
-    found = learn(learner, partial(passages, LENGTH), lr=5e-3, steps=steps, rows=4, seed=seed, solved=2)
+    found = learn(
+        learner, partial(passages, LENGTH), lr=5e-3, steps=steps, rows=4, seed=seed, solved=2
+    )
     far, near = (losses.mean(0) for losses in far_and_near(learner.eval()))
     return found | {name: between(EDGES, x) for name, x in (("nats", far), ("afresh", near))}
 
@@ -74,7 +84,10 @@ def far_and_near(model, far: int = FAR) -> tuple[Tensor, Tensor]:
     tokens, targets = passages(far, PASSAGES, torch.Generator().manual_seed(10_000), held_out=True)
     through = torch.cat([losses(model, x[None], y[None]) for x, y in zip(tokens, targets)])
     half = LENGTH // 2
-    near = [losses(model, *(z.unfold(0, LENGTH, half) for z in pair))[:, half:] for pair in zip(tokens, targets)]
+    near = [
+        losses(model, *(z.unfold(0, LENGTH, half) for z in pair))[:, half:]
+        for pair in zip(tokens, targets)
+    ]
     return through, torch.cat([through[:, :half], torch.stack(near).flatten(1)], 1)
 
 
@@ -120,7 +133,9 @@ def draw(rows: Rows, figure) -> None:
     draw_costs(figure, found, EDGES, dashed)
 
 
-def draw_costs(figure, found: dict[str, Rows], edges: tuple[int, ...], dashed: Collection[str] = ()) -> None:
+def draw_costs(
+    figure, found: dict[str, Rows], edges: tuple[int, ...], dashed: Collection[str] = ()
+) -> None:
     """A curve for each name of what distance costs, up to the edges."""
     curves(
         figure,
@@ -137,13 +152,30 @@ def verdict(rows: Rows) -> tuple[str, str]:
     """Memories go on, rotary attention does not."""
     change = {model: means(runs)[-1] for model, runs in runs_by(rows, "model", MODELS).items()}
     attention = [change["attention, RoPE"], change["attention, no positions"]]
-    worse = {m: x for m, x in change.items() if x > 0.05 and "RoPE" not in m and not m.startswith("attention")}
+    worse = {
+        m: x
+        for m, x in change.items()
+        if x > 0.05 and "RoPE" not in m and not m.startswith("attention")
+    }
     summary = f"increase of the loss in nats per byte from {EDGES[-2]:,} to {FAR:,} bytes: "
-    summary += f"rotary attention {attention[0]:.2f}, attention without positions {attention[1]:.2f}"
+    summary += (
+        f"rotary attention {attention[0]:.2f}, attention without positions {attention[1]:.2f}"
+    )
     if worse or not 0.05 < attention[0] > attention[1]:
         return "partly reproduced", summary + "".join(f", {m} {x:.2f}" for m, x in worse.items())
     most = max(x for m, x in change.items() if "RoPE" not in m and not m.startswith("attention"))
     return "reproduced", f"{summary}, memories without positions at most {most:.2f}"
 
 
-CLAIM = Claim("length", "Beyond the trained length", __doc__, 15, plan, measure, table, draw, verdict, DECISIVE)
+CLAIM = Claim(
+    "length",
+    "Beyond the trained length",
+    __doc__,
+    15,
+    plan,
+    measure,
+    table,
+    draw,
+    verdict,
+    DECISIVE,
+)

@@ -32,8 +32,16 @@ from pictures import COLORS, curve, plain_ticks
 from recall import MEMORY, SIZES, WithTheTokenBefore, by_pairs, questions, table
 
 DECISIVE = 32  # pairs whose accuracy is that of a run
-KEY_SIZE, VOCABULARY, RATE, SEEDS, STEPS, TOKENS, LENGTH = 16, 128, 1e-2, 3, 400, 2048, 128
-SHORT, LONG, ASKED = ((32, 4), (64, 8)), ((128, 16), (128, 32)), (4, 8, 16, 32, 48)
+KEY_SIZE = 16
+VOCABULARY = 128
+RATE = 1e-2
+SEEDS = 3
+STEPS = 400
+TOKENS = 2048
+LENGTH = 128
+SHORT = ((32, 4), (64, 8))
+LONG = ((128, 16), (128, 32))
+ASKED = (4, 8, 16, 32, 48)
 BASES = {"DeltaNet": {}, "Mamba-2": {"linear_value_head_dim": 16}}
 WITH = ", log-linear"
 MODELS = tuple(base + levels for base in BASES for levels in ("", WITH))
@@ -48,18 +56,34 @@ def kinds(steps: int, seed: int):
 
 def plan(rows: Rows):
     """Three seeds of each."""
-    return ({"model": model, "lr": RATE, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for model in MODELS)
+    return (
+        {"model": model, "lr": RATE, "seed": seed, "steps": STEPS}
+        for seed in range(SEEDS)
+        for model in MODELS
+    )
 
 
 def measure(*, model: str, lr: float, seed: int, steps: int) -> dict:
     """Train one, then ask for few pairs and for many."""
     torch.manual_seed(seed)
     base = model.removesuffix(WITH)
-    sizes = {**SIZES, "vocab_size": VOCABULARY, "head_dim": KEY_SIZE, "max_position_embeddings": LENGTH}
-    options = {**MEMORY, "linear_key_head_dim": KEY_SIZE, **BASES[base], "levels": "log" if model != base else "one"}
+    sizes = {
+        **SIZES,
+        "vocab_size": VOCABULARY,
+        "head_dim": KEY_SIZE,
+        "max_position_embeddings": LENGTH,
+    }
+    options = {
+        **MEMORY,
+        "linear_key_head_dim": KEY_SIZE,
+        **BASES[base],
+        "levels": "log" if model != base else "one",
+    }
     learner = make(base, sizes, **options)
     learner.set_input_embeddings(WithTheTokenBefore(learner.get_input_embeddings()))
-    found = learn(learner, in_turn(kinds(steps, seed)), lr=lr, steps=steps, rows=TOKENS, seed=seed, solved=2)
+    found = learn(
+        learner, in_turn(kinds(steps, seed)), lr=lr, steps=steps, rows=TOKENS, seed=seed, solved=2
+    )
     ask = partial(questions, LENGTH, vocabulary=VOCABULARY)
     asked = [accuracy(learner, partial(ask, pairs), rows=64 * LENGTH) for pairs in ASKED]
     return found | {"asked": asked, "accuracy": asked[ASKED.index(DECISIVE)]}
@@ -71,21 +95,37 @@ def draw(rows: Rows, figure) -> None:
     axes = figure.subplots()
     for model, runs in best_runs(rows).items():
         style = {"color": COLORS[list(BASES).index(model.removesuffix(WITH))], "label": model}
-        curve(axes, ASKED, [row["asked"] for row in runs], linestyle="-" if model.endswith(WITH) else "--", **style)
+        curve(
+            axes,
+            ASKED,
+            [row["asked"] for row in runs],
+            linestyle="-" if model.endswith(WITH) else "--",
+            **style,
+        )
     plain_ticks(axes, ASKED)
-    axes.set(xlabel=f"pairs in {LENGTH} tokens, with {KEY_SIZE} key channels", ylabel="accuracy", ylim=(0, 1.02))
+    axes.set(
+        xlabel=f"pairs in {LENGTH} tokens, with {KEY_SIZE} key channels",
+        ylabel="accuracy",
+        ylim=(0, 1.02),
+    )
     axes.legend()
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Which base gains by levels."""
     found = {model: by_pairs(runs, ASKED) for model, runs in best_runs(rows).items()}
-    gains = {base: {n: found[base + WITH][n] - found[base][n] for n in ASKED if n >= 16} for base in BASES}
+    gains = {
+        base: {n: found[base + WITH][n] - found[base][n] for n in ASKED if n >= 16}
+        for base in BASES
+    }
     figures = "change in accuracy by levels: " + "; ".join(
-        f"{base} " + ", ".join(f"{x:+.2f} with {n} pairs" for n, x in gain.items()) for base, gain in gains.items()
+        f"{base} " + ", ".join(f"{x:+.2f} with {n} pairs" for n, x in gain.items())
+        for base, gain in gains.items()
     )
     better = [min(gain.values()) > 0 for gain in gains.values()]
-    return ("reproduced" if all(better) else "partly reproduced" if any(better) else "not reproduced"), figures
+    return (
+        "reproduced" if all(better) else "partly reproduced" if any(better) else "not reproduced"
+    ), figures
 
 
 CLAIM = Claim(

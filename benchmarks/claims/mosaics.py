@@ -26,14 +26,33 @@ from statistics import median
 import torch
 
 from claim import Claim, Rows, best_runs, spread, sweep
-from hf_memory import MemoryMosaicConfig, MemoryMosaicForCausalLM, MemoryTransformerConfig, MemoryTransformerForCausalLM
+from hf_memory import (
+    MemoryMosaicConfig,
+    MemoryMosaicForCausalLM,
+    MemoryTransformerConfig,
+    MemoryTransformerForCausalLM,
+)
 from learning import accuracy, in_turn, learn
 from pasts import texts
 from pictures import curve
 
-VOCABULARY, PASSAGES, RATES, SEEDS, STEPS, TOKENS, KNOWN, GUESSED = 64, 4, (1e-2, 3e-3), 3, 1200, 2048, 0.95, 0.52
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_attention_heads": 2, "initializer_range": 64**-0.5}
-MOSAIC, ONE, TWO = "Memory Mosaic, one layer", "attention, one layer", "attention, two layers"
+VOCABULARY = 64
+PASSAGES = 4
+RATES = (1e-2, 3e-3)
+SEEDS = 3
+STEPS = 1200
+TOKENS = 2048
+KNOWN = 0.95
+GUESSED = 0.52
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "initializer_range": 64**-0.5,
+}
+MOSAIC = "Memory Mosaic, one layer"
+ONE = "attention, one layer"
+TWO = "attention, two layers"
 LAYERS = {MOSAIC: 1, ONE: 1, TWO: 2}
 
 
@@ -45,19 +64,26 @@ def plan(rows: Rows):
 def measure(*, model: str, lr: float, seed: int, most: int) -> dict:
     """Train one, until it knows all or the steps are used up."""
     torch.manual_seed(seed)
-    sizes, choose = {**SIZES, "num_hidden_layers": LAYERS[model]}, Random(seed).choice
+    sizes = {**SIZES, "num_hidden_layers": LAYERS[model]}
+    choose = Random(seed).choice
     if model == MOSAIC:
         learner = MemoryMosaicForCausalLM(MemoryMosaicConfig(**sizes, intermediate_size=160))
     else:
-        learner = MemoryTransformerForCausalLM(MemoryTransformerConfig(**sizes, intermediate_size=128))
+        learner = MemoryTransformerForCausalLM(
+            MemoryTransformerConfig(**sizes, intermediate_size=128)
+        )
     kinds = (partial(texts, choose((1, 2, PASSAGES)), vocabulary=VOCABULARY) for _ in range(most))
     found = learn(learner, in_turn(kinds), lr=lr, steps=most, rows=TOKENS, seed=seed)
-    return found | {"accuracy": accuracy(learner, partial(texts, PASSAGES, vocabulary=VOCABULARY), rows=64 * 64)}
+    return found | {
+        "accuracy": accuracy(learner, partial(texts, PASSAGES, vocabulary=VOCABULARY), rows=64 * 64)
+    }
 
 
 def steps_to_know(row: dict) -> float:
     """The first step of its curve where it knows nearly all; infinite if there is none."""
-    return next((point["step"] for point in row["curve"] if point["accuracy"] >= KNOWN), float("inf"))
+    return next(
+        (point["step"] for point in row["curve"] if point["accuracy"] >= KNOWN), float("inf")
+    )
 
 
 def steps_of(runs: Rows) -> str:
@@ -87,7 +113,9 @@ def draw(rows: Rows, figure) -> None:
     for model, runs in best_runs(rows).items():
         longest = max((row["curve"] for row in runs), key=len)
         curves = [[x["accuracy"] for x in row["curve"]] for row in runs]
-        curves = [x + x[-1:] * (len(longest) - len(x)) for x in curves]  # those that know all have stopped
+        curves = [
+            x + x[-1:] * (len(longest) - len(x)) for x in curves
+        ]  # those that know all have stopped
         curve(axes, [x["step"] for x in longest], curves, label=model)
     axes.set(xlabel="step", ylabel="accuracy in the texts of a step", ylim=(-0.02, 1.02))
     axes.legend()
@@ -104,8 +132,20 @@ def verdict(rows: Rows) -> tuple[str, str]:
         return "not reproduced", said
     slower = median(map(steps_to_know, found[TWO])) > median(map(steps_to_know, found[MOSAIC]))
     return (
-        "reproduced" if max(known[ONE]) <= GUESSED and min(known[TWO]) > KNOWN and slower else "partly reproduced"
+        "reproduced"
+        if max(known[ONE]) <= GUESSED and min(known[TWO]) > KNOWN and slower
+        else "partly reproduced"
     ), said
 
 
-CLAIM = Claim("mosaics", "Recall with one layer of a Memory Mosaic", __doc__, 5, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "mosaics",
+    "Recall with one layer of a Memory Mosaic",
+    __doc__,
+    5,
+    plan,
+    measure,
+    table,
+    draw,
+    verdict,
+)

@@ -22,8 +22,11 @@ def texts(claims: Iterable[Claim]) -> dict[Path, str]:
     summary = [summary_row(claim, rows) for claim, rows in found]
     here = [{**row, "claim": row["claim"].replace("docs/claims.md", "")} for row in summary]
     page = "\n".join([HEAD, markdown(here), "", *(section(claim, rows) for claim, rows in found)])
-    readme, between = ROOT / "README.md", re.compile(r"(<!-- claims -->\n).*?(<!-- /claims -->)", re.DOTALL)
-    table = between.sub(lambda found: f"{found[1]}\n{markdown(by_verdict(summary))}\n{found[2]}", readme.read_text())
+    readme = ROOT / "README.md"
+    between = re.compile(r"(<!-- claims -->\n).*?(<!-- /claims -->)", re.DOTALL)
+    table = between.sub(
+        lambda found: f"{found[1]}\n{markdown(by_verdict(summary))}\n{found[2]}", readme.read_text()
+    )
     return {ROOT / "docs" / "claims.md": page, readme: table}
 
 
@@ -34,7 +37,11 @@ def by_verdict(summary: Rows) -> Rows:
         verdict, so_far, _ = row["verdict"].strip("*").partition(" so far")
         if verdict in verdicts:
             verdicts[verdict].append(row["claim"] + so_far)
-    return [{"verdict": f"**{verdict}**", "claims": ", ".join(found)} for verdict, found in verdicts.items() if found]
+    return [
+        {"verdict": f"**{verdict}**", "claims": ", ".join(found)}
+        for verdict, found in verdicts.items()
+        if found
+    ]
 
 
 def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
@@ -42,7 +49,9 @@ def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
     if not rows:
         return "not run yet", f"about {claim.minutes:g} minutes of one core"
     pending = claim.pending(rows)
-    if pending and (not claim.decisive or any(what.get("model") in claim.decisive for what in pending)):
+    if pending and (
+        not claim.decisive or any(what.get("model") in claim.decisive for what in pending)
+    ):
         return "in progress", f"{len(rows)} runs are finished, at least {len(pending)} are left"
     if pending:
         verdict, why = claim.verdict(rows)
@@ -69,7 +78,12 @@ def section(claim: Claim, rows: Rows) -> str:
     """All of one claim."""
     verdict, why = judged(claim, rows)
     title, text = claim.text.split("\n", 1)
-    parts = [f"## {claim.title}", title, text.strip(), f"**Verdict: {verdict}.** {why[:1].upper()}{why[1:]}."]
+    parts = [
+        f"## {claim.title}",
+        title,
+        text.strip(),
+        f"**Verdict: {verdict}.** {why[:1].upper()}{why[1:]}.",
+    ]
     if rows:
         parts.append(markdown(claim.table(rows)))
     if (RESULTS / f"{claim.name}.png").exists():
@@ -81,5 +95,9 @@ def section(claim: Claim, rows: Rows) -> str:
 def markdown(rows: Rows) -> str:
     """A table whose columns are those of the first row."""
     columns = list(rows[0])
-    lines = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in rows)]
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *([row.get(name, "") for name in columns] for row in rows),
+    ]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

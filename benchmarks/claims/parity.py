@@ -29,9 +29,17 @@ from claim import Claim, Rows, best_runs, spread, sweep
 from learning import IGNORED, accuracy, learn, make
 from pictures import COLORS, dots
 
-LENGTH, ROWS, SEEDS = 16, 64, 3
-PLAIN, GATED = (300, (2e-2, 5e-3)), (800, (1e-2,))  # steps, learning rates
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+LENGTH = 16
+ROWS = 64
+SEEDS = 3
+PLAIN = (300, (2e-2, 5e-3))
+GATED = (800, (1e-2,))  # steps, learning rates
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
 POSITIVE = {"linear_conv_kernel_dim": 0}
 NEGATIVE = {**POSITIVE, "allow_negative_eigenvalues": True}
 LINEAR = {"write_kernel": "linear", "read_kernel": "linear", "beta_mode": "delta"}
@@ -58,7 +66,13 @@ MODELS = {
 }
 TURNED = ("DeltaNet, [-1, 1]", "Gated DeltaNet, [-1, 1]", "KDA, [-1, 1]")
 UNBOUNDED = "DeltaFormer, linear"  # its eigenvalues may be anything
-DECISIVE = (*TURNED, "DeltaNet, [0, 1]", "Gated DeltaNet, [0, 1]", "KDA, [0, 1]", "softmax attention")
+DECISIVE = (
+    *TURNED,
+    "DeltaNet, [0, 1]",
+    "Gated DeltaNet, [0, 1]",
+    "KDA, [0, 1]",
+    "softmax attention",
+)
 
 
 def parity(length: int, rows: int, generator: torch.Generator, *, last: int | None = None):
@@ -82,7 +96,9 @@ def measure(*, model: str, lr: float, seed: int, length: int, steps: int) -> dic
     torch.manual_seed(seed)
     name, options = MODELS[model]
     learner = make(name, {"vocab_size": 2, **SIZES}, **options)
-    found = learn(learner, partial(parity, length), lr=lr, steps=steps, rows=ROWS, seed=seed, solved=2)
+    found = learn(
+        learner, partial(parity, length), lr=lr, steps=steps, rows=ROWS, seed=seed, solved=2
+    )
     found["accuracy"] = accuracy(learner, partial(parity, length))
     return found | {"longer": accuracy(learner, partial(parity, 4 * length, last=length))}
 
@@ -104,11 +120,18 @@ def table(rows: Rows) -> Rows:
 def draw(rows: Rows, figure) -> None:
     """A point a seed at the longer length."""
     figure.set_size_inches(8, 5)
-    axes, found = figure.subplots(), best_runs(rows)
-    longer = {model: [row["longer"] for row in runs] for model, runs in sorted(found.items(), key=last_worst)}
+    axes = figure.subplots()
+    found = best_runs(rows)
+    longer = {
+        model: [row["longer"] for row in runs]
+        for model, runs in sorted(found.items(), key=last_worst)
+    }
     dots(axes, longer, lambda model: COLORS["[-1" not in model])
     axes.axvline(0.5, color="gray", linestyle=":")
-    axes.set(xlim=(0, 1.02), xlabel="accuracy at the end of 64 bits, by seed (trained on 16; dotted: chance)")
+    axes.set(
+        xlim=(0, 1.02),
+        xlabel="accuracy at the end of 64 bits, by seed (trained on 16; dotted: chance)",
+    )
     for color, label in zip(COLORS, ("eigenvalues in [-1, 1]", "others")):
         axes.plot([], [], "o", color=color, label=label)
     axes.legend(loc="lower left")
@@ -130,10 +153,14 @@ def verdict(rows: Rows) -> tuple[str, str]:
     }
     summary = "accuracy at the end of 64 bits with eigenvalues in [-1, 1], worst seed: "
     summary += ", ".join(f"{model.split(',')[0]} {x:.3f}" for model, x in turned.items())
-    summary += f"; best seed of the models that are expected to be at chance: {max(others.values()):.2f}"
+    summary += (
+        f"; best seed of the models that are expected to be at chance: {max(others.values()):.2f}"
+    )
     above = {model: x for model, x in others.items() if x > 0.6}
     if above or min(turned.values()) < 0.99:
-        return "partly reproduced", summary + "".join(f", {model} {x:.2f}" for model, x in above.items())
+        return "partly reproduced", summary + "".join(
+            f", {model} {x:.2f}" for model, x in above.items()
+        )
     return "reproduced", summary
 
 

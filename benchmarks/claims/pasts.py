@@ -52,7 +52,14 @@ from learning import IGNORED, in_turn, learn
 from pictures import COLORS, plain_ticks
 from recall import WithTheTokenBefore
 
-VOCABULARY, PASSAGE, PASSAGES, SEEDS, STEPS, TOKENS, TEXTS, NEIGHBOURS = 256, 8, 16, 3, 200, 2048, 16, 8
+VOCABULARY = 256
+PASSAGE = 8
+PASSAGES = 16
+SEEDS = 3
+STEPS = 200
+TOKENS = 2048
+TEXTS = 16
+NEIGHBOURS = 8
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -66,20 +73,37 @@ SIZES = {
     "memory_top_k": 8,
     "num_block_shifts": 1,
 }
-WINDOWS = {f"window of {n}": {"layer_types": ["sliding_heads"], "sliding_window": n} for n in (32, 64, 128, 256)}
-SLOTS = {"mean": "mean", "learned map": "convolution", "most used token": "most_used"}  # what a slot is of its tokens
-DATASTORE, KEYS = "kNN-LM", "model.layers.0.mixer"  # beside the first of these; what its attention reads
+WINDOWS = {
+    f"window of {n}": {"layer_types": ["sliding_heads"], "sliding_window": n}
+    for n in (32, 64, 128, 256)
+}
+SLOTS = {
+    "mean": "mean",
+    "learned map": "convolution",
+    "most used token": "most_used",
+}  # what a slot is of its tokens
+DATASTORE = "kNN-LM"
+KEYS = "model.layers.0.mixer"  # beside the first of these; what its attention reads
 MODELS = {
     **WINDOWS,
     "one segment alone": {"pattern": "blockwise", "pattern_size": 32},
     "segments, 96 before": {"past": "xl", "past_window": 96},
     **{
-        f"48 slots, {said}": {"past": "compressive", "past_window": 32, "compressed_length": 48, "compression": word}
+        f"48 slots, {said}": {
+            "past": "compressive",
+            "past_window": 32,
+            "compressed_length": 48,
+            "compression": word,
+        }
         for said, word in SLOTS.items()
     },
     "memorizing, store of 96": {"past": "memorizing", "sliding_window": 32, "memory_size": 96},
     "memorizing, store of 224": {"past": "memorizing", "sliding_window": 32, "memory_size": 224},
-    "4 first tokens and window of 124": {"past": "infinite", "sliding_window": 124, "num_sink_tokens": 4},
+    "4 first tokens and window of 124": {
+        "past": "infinite",
+        "sliding_window": 124,
+        "num_sink_tokens": 4,
+    },
 }
 
 
@@ -90,7 +114,9 @@ def texts(
     rows = tokens // (2 * passages * PASSAGE)
     known = torch.rand(rows, vocabulary, generator=generator).argsort(1)[:, : passages * PASSAGE]
     order = torch.rand(rows, passages, generator=generator).argsort(1)
-    again = known.unflatten(1, (passages, PASSAGE)).gather(1, order[..., None].expand(-1, -1, PASSAGE))
+    again = known.unflatten(1, (passages, PASSAGE)).gather(
+        1, order[..., None].expand(-1, -1, PASSAGE)
+    )
     text = torch.cat([known, again.flatten(1)], 1)
     targets = torch.cat([text[:, 1:], text[:, :1]], 1)
     targets[:, PASSAGE - 1 :: PASSAGE] = IGNORED  # what begins a passage
@@ -101,12 +127,17 @@ def texts(
 def kinds(steps: int, seed: int):
     """Rows of every step: short ones alone in the first two fifths."""
     choose = Random(seed).choice
-    return (partial(texts, choose((1, 2, 4) if 5 * i < 2 * steps else (2, 4, 8, PASSAGES))) for i in range(steps))
+    return (
+        partial(texts, choose((1, 2, 4) if 5 * i < 2 * steps else (2, 4, 8, PASSAGES)))
+        for i in range(steps)
+    )
 
 
 def plan(rows: Rows):
     """Every past once before any has a second seed."""
-    return ({"model": model, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for model in MODELS)
+    return (
+        {"model": model, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for model in MODELS
+    )
 
 
 def measure(*, model: str, seed: int, steps: int) -> dict:
@@ -114,31 +145,45 @@ def measure(*, model: str, seed: int, steps: int) -> dict:
     torch.manual_seed(seed)
     learner = MemoryTransformerForCausalLM(MemoryTransformerConfig(**SIZES, **MODELS[model]))
     learner.set_input_embeddings(WithTheTokenBefore(learner.get_input_embeddings()))
-    found = learn(learner, in_turn(kinds(steps, seed)), lr=1e-2, steps=steps, rows=TOKENS, seed=seed, solved=2)
+    found = learn(
+        learner, in_turn(kinds(steps, seed)), lr=1e-2, steps=steps, rows=TOKENS, seed=seed, solved=2
+    )
     length = 2 * PASSAGES * PASSAGE
     text, targets = texts(PASSAGES, (TEXTS + 1) * length, torch.Generator().manual_seed(10_000))
-    found |= {"nats": nats(learner.eval(), text[:TEXTS], targets[:TEXTS]), "bytes": cache_bytes(learner.config, length)}
-    return found | beside_a_datastore(learner, text, targets) if model == next(iter(WINDOWS)) else found
+    found |= {
+        "nats": nats(learner.eval(), text[:TEXTS], targets[:TEXTS]),
+        "bytes": cache_bytes(learner.config, length),
+    }
+    return (
+        found | beside_a_datastore(learner, text, targets)
+        if model == next(iter(WINDOWS))
+        else found
+    )
 
 
 @torch.no_grad()
 def nats(model, text: Tensor, targets: Tensor) -> float:
     """The mean nats of the tokens that are asked."""
-    return F.cross_entropy(model(text, use_cache=False).logits.mT, targets, ignore_index=IGNORED).item()
+    return F.cross_entropy(
+        model(text, use_cache=False).logits.mT, targets, ignore_index=IGNORED
+    ).item()
 
 
 def beside_a_datastore(model, text: Tensor, targets: Tensor) -> dict:
     """Nats of the second halves of all texts but the last, which the mixture is tuned on; and bytes."""
-    half, losses = text.shape[1] // 2, []
+    half = text.shape[1] // 2
+    losses = []
     with TemporaryDirectory() as folder:
         stores = [
-            build_datastore(model, row[: half + 1], Path(folder, str(i)), module=KEYS) for i, row in enumerate(text)
+            build_datastore(model, row[: half + 1], Path(folder, str(i)), module=KEYS)
+            for i, row in enumerate(text)
         ]
         mixture = tune(model, stores[-1], text[-1, half:], k=NEIGHBOURS)
         for row, target, store in zip(text[:-1], targets, stores):
             with NearestNeighbours(model, store, k=NEIGHBOURS, **mixture):
                 losses.append(nats(model, row[None, half:], target[None, half:]))
-    keys, tokens = stores[0].keys, stores[0].tokens
+    keys = stores[0].keys
+    tokens = stores[0].tokens
     size = keys.numel() * keys.itemsize + tokens.numel() * tokens.itemsize
     return {"beside": mean(losses), "datastore": size, **mixture}
 
@@ -170,11 +215,20 @@ def table(rows: Rows) -> Rows:
 def draw(rows: Rows, figure) -> None:
     """Nats over bytes; windows are a line."""
     figure.set_size_inches(9, 4)
-    axes, found = figure.subplots(), found_by(rows)
+    axes = figure.subplots()
+    found = found_by(rows)
     windows = [found[model] for model in WINDOWS if model in found]
-    axes.plot([size for size, _ in windows], [mean(x) for _, x in windows], "o-", color="gray", label="windows")
+    axes.plot(
+        [size for size, _ in windows],
+        [mean(x) for _, x in windows],
+        "o-",
+        color="gray",
+        label="windows",
+    )
     for i, (model, (size, seeds)) in enumerate(x for x in found.items() if x[0] not in WINDOWS):
-        axes.plot([size] * len(seeds), seeds, "os^v<>DPX"[i], color=COLORS[i % len(COLORS)], label=model)
+        axes.plot(
+            [size] * len(seeds), seeds, "os^v<>DPX"[i], color=COLORS[i % len(COLORS)], label=model
+        )
     sizes = [size for size, _ in windows]
     plain_ticks(axes, sizes, [f"{x / 1000:.0f}" for x in sizes])
     axes.set(xlabel="kB of cache, and of datastore", ylabel="nats per token", ylim=(0, None))
@@ -185,9 +239,14 @@ def verdict(rows: Rows) -> tuple[str, str]:
     """Each of the claims by itself."""
     found = found_by(rows)
     loss = {model: mean(seeds) for model, (_, seeds) in found.items()}
-    windows, slots = [loss[model] for model in WINDOWS], [loss[f"48 slots, {kind}"] for kind in SLOTS]
-    equal, alone, segments = (loss[x] for x in ("window of 128", "one segment alone", "segments, 96 before"))
-    few, many, beside = (loss[x] for x in ("memorizing, store of 96", "memorizing, store of 224", DATASTORE))
+    windows = [loss[model] for model in WINDOWS]
+    slots = [loss[f"48 slots, {kind}"] for kind in SLOTS]
+    equal, alone, segments = (
+        loss[x] for x in ("window of 128", "one segment alone", "segments, 96 before")
+    )
+    few, many, beside = (
+        loss[x] for x in ("memorizing, store of 96", "memorizing, store of 224", DATASTORE)
+    )
     holds = [
         windows == sorted(windows, reverse=True),
         segments < alone,
@@ -203,7 +262,9 @@ def verdict(rows: Rows) -> tuple[str, str]:
 of 128. A store of 96 tokens: {few:.2f}; of 224: {many:.2f}. The first four tokens and a window of 124: \
 {loss["4 first tokens and window of 124"]:.2f}. kNN-LM beside the window of 32, with {share:.0%} of the bytes of a \
 window of 256: {beside:.2f}"""
-    return ("reproduced" if all(holds) else "partly reproduced" if any(holds[1:]) else "not reproduced"), said
+    return (
+        "reproduced" if all(holds) else "partly reproduced" if any(holds[1:]) else "not reproduced"
+    ), said
 
 
 def compared(loss: float, other: float) -> str:
@@ -217,4 +278,6 @@ def in_words(found: Iterable[float | str]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-CLAIM = Claim("pasts", "Kinds of past by cache size", __doc__, 6, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "pasts", "Kinds of past by cache size", __doc__, 6, plan, measure, table, draw, verdict
+)

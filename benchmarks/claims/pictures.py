@@ -5,7 +5,15 @@ from statistics import mean
 
 from cycler import cycler
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+COLORS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # Okabe and Ito
 LOOK = {
     "font.size": 10,
     "axes.prop_cycle": cycler(marker=["o", "s", "^"]) * cycler(color=COLORS),
@@ -27,7 +35,12 @@ def curve(axes, places: Sequence[float], runs: Sequence[Sequence[float]], **styl
 
 
 def curves(
-    figure, places: Sequence[float], found: dict[str, list], dotted: float, dashed: Collection[str] = (), **labels
+    figure,
+    places: Sequence[float],
+    found: dict[str, list],
+    dotted: float,
+    dashed: Collection[str] = (),
+    **labels,
 ) -> None:
     """A curve for each name over powers of two, with a dotted line at one place and the legend beside the axes."""
     figure.set_size_inches(9, 4)
@@ -43,7 +56,14 @@ def curves(
 def dots(axes, found: dict[str, Sequence[float]], color=lambda name: COLORS[0]) -> None:
     """A row for each name: a dot for each seed, and a line between the lowest and the highest."""
     for place, (name, values) in enumerate(found.items()):
-        axes.plot([min(values), max(values)], [place, place], color=color(name), marker="", linewidth=2, alpha=0.4)
+        axes.plot(
+            [min(values), max(values)],
+            [place, place],
+            color=color(name),
+            marker="",
+            linewidth=2,
+            alpha=0.4,
+        )
         axes.plot(values, [place] * len(values), "o", color=color(name))
     axes.set_yticks(range(len(found)), found)
     axes.invert_yaxis()

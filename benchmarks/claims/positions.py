@@ -34,14 +34,19 @@ from learning import learn
 from length import LENGTH, between, costs, draw_costs, far_and_near, means
 from text import SIZES, passages
 
-FAR, SEEDS, STEPS, EDGES = 2048, 3, 200, (0, 128, 256, 512, 1024, 2048)
+FAR = 2048
+SEEDS = 3
+STEPS = 200
+EDGES = (0, 128, 256, 512, 1024, 2048)
 FAILING = ("rope", "sinusoidal", "learned")
 POSITIONS = ("alibi", "relative", "xl", "distance_aware", "none", *FAILING)
 
 
 def plan(rows: Rows):
     """Every kind once before any has a second seed."""
-    return ({"position": x, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for x in POSITIONS)
+    return (
+        {"position": x, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for x in POSITIONS
+    )
 
 
 def measure(*, position: str, seed: int, steps: int) -> dict:
@@ -52,7 +57,9 @@ def measure(*, position: str, seed: int, steps: int) -> dict:
     if position == "learned":
         for x in (x for x in learner.modules() if isinstance(x, nn.Embedding)):
             nn.init.normal_(x.weight)
-    found = learn(learner, partial(passages, LENGTH), lr=5e-3, steps=steps, rows=4, seed=seed, solved=2)
+    found = learn(
+        learner, partial(passages, LENGTH), lr=5e-3, steps=steps, rows=4, seed=seed, solved=2
+    )
     far, near = (losses.mean(0) for losses in far_and_near(learner.eval(), FAR))
     return found | {name: between(EDGES, x) for name, x in (("nats", far), ("afresh", near))}
 
@@ -78,9 +85,15 @@ def draw(rows: Rows, figure) -> None:
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Who goes on beyond the trained length."""
-    change = {position: means(runs)[-1] for position, runs in runs_by(rows, "position", POSITIONS).items()}
-    said = f"increase of the loss in nats per byte from {EDGES[-2]:,} to {FAR:,} bytes: " + ", ".join(
-        f"{position} {x:+.2f}" for position, x in sorted(change.items(), key=lambda item: item[1])
+    change = {
+        position: means(runs)[-1] for position, runs in runs_by(rows, "position", POSITIONS).items()
+    }
+    said = (
+        f"increase of the loss in nats per byte from {EDGES[-2]:,} to {FAR:,} bytes: "
+        + ", ".join(
+            f"{position} {x:+.2f}"
+            for position, x in sorted(change.items(), key=lambda item: item[1])
+        )
     )
     fails = min(change[position] for position in FAILING)
     goes_on = max(x for position, x in change.items() if position not in FAILING)
@@ -90,5 +103,13 @@ def verdict(rows: Rows) -> tuple[str, str]:
 
 
 CLAIM = Claim(
-    "positions", "Position encodings beyond the trained length", __doc__, 5, plan, measure, table, draw, verdict
+    "positions",
+    "Position encodings beyond the trained length",
+    __doc__,
+    5,
+    plan,
+    measure,
+    table,
+    draw,
+    verdict,
 )

@@ -44,8 +44,17 @@ from claim import Claim, Rows
 from hf_memory import MemoryTransformerConfig, MemoryTransformerModel
 from pictures import curve
 
-T, W, LAYERS, SEEDS, HEADS, FIRST, RANDOM = 144, 12, (1, 2, 3), 3, 2, 4, 2
-BUCKETS, HASHES, SLOTS, RATE = 16, 4, 6, 4
+T = 144
+W = 12
+LAYERS = (1, 2, 3)
+SEEDS = 3
+HEADS = 2
+FIRST = 4
+RANDOM = 2
+BUCKETS = 16
+HASHES = 4
+SLOTS = 6
+RATE = 4
 SIZES = {
     "vocab_size": 4,
     "hidden_size": 16,
@@ -90,7 +99,10 @@ PASTS = {
     "infinite": lambda n: n * (W - 1) + 1 + FIRST,
 }
 EXACT = PATTERNS | PASTS
-WINDOWS = {"sliding": "`sliding_heads`", "longformer": f"`sliding_heads`, `num_sink_tokens={FIRST}`"}  # layer types
+WINDOWS = {
+    "sliding": "`sliding_heads`",
+    "longformer": f"`sliding_heads`, `num_sink_tokens={FIRST}`",
+}  # layer types
 ABOUT = {
     "reformer": T * (1 - (1 - 1 / BUCKETS) ** (HASHES * HEADS)),
     "routing": T * (1 - (1 - 1 / BUCKETS) ** HEADS),
@@ -115,12 +127,17 @@ def measure(*, word: str, layers: int, seed: int) -> dict:
     torch.manual_seed(seed)
     kind = {"past": word} if word in PASTS else {"pattern": word}
     kind = {"layer_types": ["sliding_heads"] * layers} if word in WINDOWS else kind
-    kind["num_sink_tokens"] = FIRST if word in ("longformer", "longformer_by_head", "infinite") else 0
+    kind["num_sink_tokens"] = (
+        FIRST if word in ("longformer", "longformer_by_head", "infinite") else 0
+    )
     config = MemoryTransformerConfig(**SIZES, num_hidden_layers=layers, pattern_seed=seed, **kind)
     model = MemoryTransformerModel(config).double().eval()
     text = torch.randn(1, T, config.hidden_size, dtype=torch.float64)
     changed = 1e-3 * torch.eye(T, dtype=torch.float64)[..., None] * torch.randn_like(text)
-    outputs = [model(inputs_embeds=torch.cat([text, text + x])).last_hidden_state[:, -1] for x in changed.split(W)]
+    outputs = [
+        model(inputs_embeds=torch.cat([text, text + x])).last_hidden_state[:, -1]
+        for x in changed.split(W)
+    ]
     effect = torch.cat([(x[1:] - x[0]).abs().amax(-1) for x in outputs])
     reaching = (effect > 1e-13).nonzero().flatten()
     return {"tokens": len(reaching), "farthest": T - 1 - int(reaching[0])}
@@ -136,8 +153,13 @@ def table(rows: Rows) -> Rows:
     return [
         {
             "option": WINDOWS.get(word) or f"`{'past' if word in PASTS else 'pattern'}={word}`",
-            **{f"{n} layers (expected)" if n > 1 else "1 layer (expected)": cell(rows, word, n) for n in LAYERS},
-            "distance of the farthest, 3 layers": max(row["farthest"] for row in rows if row["word"] == word),
+            **{
+                f"{n} layers (expected)" if n > 1 else "1 layer (expected)": cell(rows, word, n)
+                for n in LAYERS
+            },
+            "distance of the farthest, 3 layers": max(
+                row["farthest"] for row in rows if row["word"] == word
+            ),
         }
         for word in (*EXACT, *DRAWN)
         if any(row["word"] == word for row in rows)
@@ -181,11 +203,15 @@ def verdict(rows: Rows) -> tuple[str, str]:
     if max(numbers(rows, "bigbird", 1)) > (3 + RANDOM) * W:
         off.append("bigbird reaches more than its blocks in one layer")
     words = ("sliding", "strided", "xl", "compressive", *DRAWN)
-    by_layers = {word: " / ".join(f"{mean(numbers(rows, word, n)):.0f}" for n in LAYERS) for word in words}
+    by_layers = {
+        word: " / ".join(f"{mean(numbers(rows, word, n)):.0f}" for n in LAYERS) for word in words
+    }
     figures = f"{len(EXACT) * len(LAYERS)} numbers equal those of the papers; "
     figures += f"of {T} tokens, so many reach the last one with 1 / 2 / 3 layers: "
     figures += ", ".join(f"{word} {x}" for word, x in by_layers.items())
     return ("partly reproduced", "; ".join(off)) if off else ("reproduced", figures)
 
 
-CLAIM = Claim("reach", "Reach of attention patterns", __doc__, 1, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "reach", "Reach of attention patterns", __doc__, 1, plan, measure, table, draw, verdict
+)

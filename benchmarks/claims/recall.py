@@ -43,8 +43,13 @@ from hf_memory.layers import ShortConvolution
 from learning import IGNORED, accuracy, in_turn, learn, make
 from pictures import curves
 
-KEY_SIZE, VOCABULARY, RATES, SEEDS = 32, 256, (1e-2, 5e-3), 3
-SHORT, LONG, TOKENS = ((32, 4), (64, 4), (64, 16)), ((256, 16), (256, 64)), 4096
+KEY_SIZE = 32
+VOCABULARY = 256
+RATES = (1e-2, 5e-3)
+SEEDS = 3
+SHORT = ((32, 4), (64, 4), (64, 16))
+LONG = ((256, 16), (256, 64))
+TOKENS = 4096
 ASKED = (4, 8, 16, 32, 64, 96)
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -56,7 +61,8 @@ SIZES = {
     "initializer_range": 64**-0.5,
 }
 MEMORY = {"linear_key_head_dim": KEY_SIZE, "linear_conv_kernel_dim": 0}
-OPEN, HALF_LIFE = ("Gated DeltaNet", "KDA"), 256
+OPEN = ("Gated DeltaNet", "KDA")
+HALF_LIFE = 256
 DRAWN = tuple(f"{model}, drawn start" for model in OPEN)
 MODELS = {
     "softmax attention": {},
@@ -75,7 +81,11 @@ MODELS = {
 }
 NAMED = ("softmax attention", "DeltaFormer", "DeltaNet", "Gated DeltaNet", "KDA")
 DECISIVE = (*NAMED, "linear attention")
-STEPS = {"softmax attention": 300, "DeltaFormer": 300, **dict.fromkeys(("KDA", "Titans", *DRAWN), 800)}
+STEPS = {
+    "softmax attention": 300,
+    "DeltaFormer": 300,
+    **dict.fromkeys(("KDA", "Titans", *DRAWN), 800),
+}
 
 
 class WithTheTokenBefore(nn.Sequential):
@@ -91,9 +101,13 @@ class WithTheTokenBefore(nn.Sequential):
         return super().forward(tokens)[0]
 
 
-def questions(length: int, pairs: int, tokens: int, generator: torch.Generator, vocabulary: int = VOCABULARY):
+def questions(
+    length: int, pairs: int, tokens: int, generator: torch.Generator, vocabulary: int = VOCABULARY
+):
     """Pairs, then keys with a filler after each; the value of a key is its target. Rows of so many tokens in all."""
-    rows, half, rest = tokens // length, vocabulary // 2, length - 2 * pairs
+    rows = tokens // length
+    half = vocabulary // 2
+    rest = length - 2 * pairs
     keys = 1 + torch.rand(rows, half - 1, generator=generator).argsort(1)[:, :pairs]
     values = torch.randint(half, vocabulary, (rows, pairs), generator=generator)
     asked = torch.randint(pairs, (rows, rest), generator=generator)
@@ -107,7 +121,10 @@ def questions(length: int, pairs: int, tokens: int, generator: torch.Generator, 
 def kinds(steps: int, seed: int):
     """Rows of every step: short ones alone in the first two fifths."""
     choose = Random(seed).choice
-    return (partial(questions, *choose(SHORT if 5 * i < 2 * steps else SHORT + LONG)) for i in range(steps))
+    return (
+        partial(questions, *choose(SHORT if 5 * i < 2 * steps else SHORT + LONG))
+        for i in range(steps)
+    )
 
 
 def plan(rows: Rows):
@@ -118,7 +135,11 @@ def plan(rows: Rows):
         falls_short = any(first.items() <= row.items() and row["accuracy"] < 0.99 for row in rows)
         decisive = model in DECISIVE
         yield from sweep(
-            [model], RATES if decisive and falls_short else RATES[:1], SEEDS if decisive else 1, rows, **setting
+            [model],
+            RATES if decisive and falls_short else RATES[:1],
+            SEEDS if decisive else 1,
+            rows,
+            **setting,
         )
 
 
@@ -130,7 +151,9 @@ def measure(*, model: str, lr: float, seed: int, steps: int) -> dict:
         with torch.no_grad():
             learner.model.layers[0].mixer.decay.start_open(HALF_LIFE)
     learner.set_input_embeddings(WithTheTokenBefore(learner.get_input_embeddings()))
-    found = learn(learner, in_turn(kinds(steps, seed)), lr=lr, steps=steps, rows=TOKENS, seed=seed, solved=2)
+    found = learn(
+        learner, in_turn(kinds(steps, seed)), lr=lr, steps=steps, rows=TOKENS, seed=seed, solved=2
+    )
     asked = [accuracy(learner, partial(questions, 256, pairs), rows=64 * 256) for pairs in ASKED]
     return found | {"asked": asked, "accuracy": asked[ASKED.index(16)]}
 
@@ -161,7 +184,16 @@ def draw(rows: Rows, figure) -> None:
     """Accuracy over pairs / key size."""
     found = {model: [row["asked"] for row in runs] for model, runs in best_runs(rows).items()}
     xlabel = f"pairs in 256 tokens; dotted: {KEY_SIZE}, the key size"
-    curves(figure, ASKED, found, KEY_SIZE, found.keys() - NAMED, xlabel=xlabel, ylabel="accuracy", ylim=(0, 1.02))
+    curves(
+        figure,
+        ASKED,
+        found,
+        KEY_SIZE,
+        found.keys() - NAMED,
+        xlabel=xlabel,
+        ylabel="accuracy",
+        ylim=(0, 1.02),
+    )
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
@@ -169,10 +201,16 @@ def verdict(rows: Rows) -> tuple[str, str]:
     found = best_runs(rows)
     low = {m: min(row["accuracy"] for row in found[m]) for m in NAMED}
     beyond = by_pairs(found["linear attention"])[64]
-    figures = "accuracy with 16 pairs, worst of three seeds: " + ", ".join(f"{m} {x:.3f}" for m, x in low.items())
+    figures = "accuracy with 16 pairs, worst of three seeds: " + ", ".join(
+        f"{m} {x:.3f}" for m, x in low.items()
+    )
     figures += f"; with 64 pairs, twice as many as key channels: linear attention {beyond:.2f}"
     figures += f", DeltaNet {by_pairs(found['DeltaNet'])[64]:.2f}"
-    return ("partly reproduced" if min(low.values()) < 0.99 or beyond > 0.5 else "reproduced"), figures
+    return (
+        "partly reproduced" if min(low.values()) < 0.99 or beyond > 0.5 else "reproduced"
+    ), figures
 
 
-CLAIM = Claim("recall", "Associative recall", __doc__, 30, plan, measure, table, draw, verdict, DECISIVE)
+CLAIM = Claim(
+    "recall", "Associative recall", __doc__, 30, plan, measure, table, draw, verdict, DECISIVE
+)

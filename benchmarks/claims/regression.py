@@ -25,7 +25,10 @@ from claim import Claim, Rows, spread
 from hf_memory.ops import delta_rule, linear_attention, ridge_regression
 from pictures import curve, plain_ticks
 
-D, PAIRS, ROWS, SEEDS = 16, 256, 64, 3
+D = 16
+PAIRS = 256
+ROWS = 64
+SEEDS = 3
 EDGES = (0, 8, 16, 32, 64, 128, 256)
 SETTINGS = [(keys, noise) for keys in ("equal", "unequal") for noise in (0.0, 0.5)]
 CHOICES = {  # factors, write strengths, regularisers
@@ -46,10 +49,14 @@ def pairs(keys: str, noise: float, generator: torch.Generator) -> tuple[Tensor, 
 
 def predicted(memory: str, choice: float, x: Tensor, y: Tensor) -> Tensor:
     """The value of each key from the pairs before it, [1, T - 1, rows, D]."""
-    q, k, v = x[:, 1:], x[:, :-1], y[:, :-1]
+    q = x[:, 1:]
+    k = x[:, :-1]
+    v = y[:, :-1]
     one = torch.ones(k.shape[:3])
     if memory == "linear attention":
-        return choice * linear_attention(q, k, v, scale=1.0)[0] / torch.arange(1, PAIRS)[:, None, None]
+        return (
+            choice * linear_attention(q, k, v, scale=1.0)[0] / torch.arange(1, PAIRS)[:, None, None]
+        )
     if memory == "DeltaNet":
         return delta_rule(q, k, v, choice * one, scale=1.0)[0]
     return ridge_regression(q, k, v, one, 0 * one, ridge=torch.full((ROWS, D), choice))[0]
@@ -73,14 +80,18 @@ def measure(*, keys: str, noise: float, memory: str, seed: int) -> dict:
     for choice in CHOICES[memory]:
         error = (predicted(memory, choice, x, y) - clean[:, 1:]).square().sum((0, 2, 3))
         whole = clean[:, 1:].square().sum((0, 2, 3))
-        found[choice] = [(error[a:b].sum() / whole[a:b].sum()).item() for a, b in zip(EDGES, EDGES[1:])]
+        found[choice] = [
+            (error[a:b].sum() / whole[a:b].sum()).item() for a, b in zip(EDGES, EDGES[1:])
+        ]
     best = min(found, key=lambda choice: found[choice][-1])
     return {"choice": best, "errors": found[best], "last": found[best][-1]}
 
 
 def runs_of(rows: Rows, keys: str, noise: float, memory: str) -> Rows:
     """All seeds of one."""
-    return [row for row in rows if (row["keys"], row["noise"], row["memory"]) == (keys, noise, memory)]
+    return [
+        row for row in rows if (row["keys"], row["noise"], row["memory"]) == (keys, noise, memory)
+    ]
 
 
 def error(runs: Rows, i: int) -> float:
@@ -113,7 +124,9 @@ def draw(rows: Rows, figure) -> None:
             if runs := runs_of(rows, keys, noise, memory):
                 curve(axes, EDGES[1:], [row["errors"] for row in runs], label=memory)
         plain_ticks(axes, EDGES[1:])
-        axes.set(title=f"{keys} channels, noise {noise:g}", xlabel="pairs read, up to", yscale="log")
+        axes.set(
+            title=f"{keys} channels, noise {noise:g}", xlabel="pairs read, up to", yscale="log"
+        )
     figure.axes[0].set_ylabel("error, 1 if nothing is known")
     figure.axes[0].legend()
 
@@ -121,8 +134,12 @@ def draw(rows: Rows, figure) -> None:
 def verdict(rows: Rows) -> tuple[str, str]:
     """Who is best where, and whether the rule is found without noise."""
     found = {(s, m): runs_of(rows, *s, m) for s in SETTINGS for m in CHOICES}
-    errors = {i: {s: {m: error(found[s, m], i) for m in CHOICES} for s in SETTINGS} for i in (2, -1)}
-    best = [min(of, key=of.get) == "MesaNet" for settings in errors.values() for of in settings.values()]
+    errors = {
+        i: {s: {m: error(found[s, m], i) for m in CHOICES} for s in SETTINGS} for i in (2, -1)
+    }
+    best = [
+        min(of, key=of.get) == "MesaNet" for settings in errors.values() for of in settings.values()
+    ]
     clean = [of for (_, noise), of in errors[-1].items() if not noise]
     solved = [of["MesaNet"] < 1e-3 < of["linear attention"] for of in clean]
     figures = "error of the last 128 pairs: " + "; ".join(
@@ -130,7 +147,15 @@ def verdict(rows: Rows) -> tuple[str, str]:
         + ", ".join(f"{m} {error(found[(keys, noise), m], -1):.4f}" for m in CHOICES)
         for keys, noise in SETTINGS
     )
-    return ("reproduced" if all(best + solved) else "partly reproduced" if any(best) else "not reproduced"), figures
+    return (
+        "reproduced"
+        if all(best + solved)
+        else "partly reproduced"
+        if any(best)
+        else "not reproduced"
+    ), figures
 
 
-CLAIM = Claim("regression", "Linear regression in context", __doc__, 1, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "regression", "Linear regression in context", __doc__, 1, plan, measure, table, draw, verdict
+)

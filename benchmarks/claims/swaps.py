@@ -37,8 +37,11 @@ from hf_memory.ops import deltaformer
 from learning import IGNORED, accuracy, in_turn, learn, make
 from pictures import COLORS, plain_ticks
 
-D, SWAPS, SEEDS = 128, 256, 3
-KERNELS, SYMBOLS = ("linear", "round", "relu", "softmax"), (64, 128, 256)
+D = 128
+SWAPS = 256
+SEEDS = 3
+KERNELS = ("linear", "round", "relu", "softmax")
+SYMBOLS = (64, 128, 256)
 PAIRS = torch.tensor(list(itertools.combinations(range(5), 2)))  # token i swaps the seats PAIRS[i]
 SIZES = {
     "vocab_size": 25,  # seats times symbols, of which the input uses as many as there are pairs
@@ -64,9 +67,19 @@ MODELS = {
 def plan(rows: Rows):
     """Kernels without training, then models."""
     for seed in range(SEEDS):
-        yield from ({"kernel": kernel, "symbols": n, "seed": seed} for n in SYMBOLS for kernel in KERNELS)
-    yield from ({"model": model, "seed": seed, "length": 32, "steps": 600} for model in MODELS for seed in range(SEEDS))
-    yield from ({"model": model, "seed": seed, "stages": len(STAGES)} for model in MODELS for seed in range(SEEDS))
+        yield from (
+            {"kernel": kernel, "symbols": n, "seed": seed} for n in SYMBOLS for kernel in KERNELS
+        )
+    yield from (
+        {"model": model, "seed": seed, "length": 32, "steps": 600}
+        for model in MODELS
+        for seed in range(SEEDS)
+    )
+    yield from (
+        {"model": model, "seed": seed, "stages": len(STAGES)}
+        for model in MODELS
+        for seed in range(SEEDS)
+    )
     yield {"model": SOFTMAX, "seed": 0, "stages": len(STAGES), "times": LONGER}
 
 
@@ -81,7 +94,8 @@ def measure(*, seed: int, **setting) -> dict:
 def by_kernel(kernel: str, symbols: int) -> dict:
     """Seats whose symbol is right after all swaps."""
     keys = torch.cat([torch.eye(D), hadamard(D) / D**0.5])[:symbols]
-    values, seats = F.normalize(torch.randn(symbols, D), dim=-1), torch.arange(symbols)
+    values = F.normalize(torch.randn(symbols, D), dim=-1)
+    seats = torch.arange(symbols)
     swapped = torch.stack([torch.randperm(symbols)[:2] for _ in range(SWAPS)])
     for a, b in swapped:
         seats[a], seats[b] = seats[b].clone(), seats[a].clone()
@@ -90,7 +104,9 @@ def by_kernel(kernel: str, symbols: int) -> dict:
     v = torch.cat([values, torch.zeros(SWAPS + symbols, D)])
     erase = torch.cat([torch.zeros(symbols), torch.ones(SWAPS), torch.zeros(symbols)])
     scales = {"scale": 1.0, "write_scale": D**0.5 if kernel == "softmax" else 1.0}
-    k, v, erase = k[None, :, None], v[None, :, None], erase[None, :, None]
+    k = k[None, :, None]
+    v = v[None, :, None]
+    erase = erase[None, :, None]
     o, _ = deltaformer(k, k, v, erase, write_kernel=kernel, read_kernel="round", **scales)
     answers = o[0, -symbols:, 0]
     return {"accuracy": ((answers @ values.mT).argmax(-1) == seats).double().mean().item()}
@@ -108,16 +124,24 @@ def trained(seed: int, model: str, length: int, steps: int) -> dict:
     """Train one; accuracy at the last eighth."""
     name, options = MODELS[model]
     learner = make(name, SIZES, **options)
-    found = learn(learner, partial(swaps, length), lr=2e-3, steps=steps, rows=64, seed=seed, solved=2)
+    found = learn(
+        learner, partial(swaps, length), lr=2e-3, steps=steps, rows=64, seed=seed, solved=2
+    )
     return found | {"accuracy": accuracy(learner, partial(swaps, length, last=length // 8))}
 
 
 def by_curriculum(seed: int, model: str, stages: int, times: int = 1) -> dict:
     """Train one on more and more swaps; accuracy at the last eighth, and at that of four times as many."""
     name, options = MODELS[model]
-    options = {**options, **FREE, **({"beta_activation": "identity"} if name == "DeltaFormer" else {})}
+    options = {
+        **options,
+        **FREE,
+        **({"beta_activation": "identity"} if name == "DeltaFormer" else {}),
+    }
     learner = make(name, SIZES, **options)
-    tasks = [partial(swaps, length) for length, steps in STAGES[:stages] for _ in range(times * steps)]
+    tasks = [
+        partial(swaps, length) for length, steps in STAGES[:stages] for _ in range(times * steps)
+    ]
     found = learn(learner, in_turn(tasks), lr=2e-3, steps=len(tasks), rows=128, seed=seed, solved=2)
     length = STAGES[stages - 1][0]
     ends = (accuracy(learner, partial(swaps, n, last=n // 8)) for n in (length, 4 * length))
@@ -127,7 +151,9 @@ def by_curriculum(seed: int, model: str, stages: int, times: int = 1) -> dict:
 def swaps(length: int, rows: int, generator: torch.Generator, *, last: int | None = None):
     """Swaps [B, T], and the symbols in the seats after each [B, T, 5]."""
     tokens = torch.randint(len(PAIRS), (rows, length), generator=generator)
-    seats, answers, each = torch.arange(5).repeat(rows, 1), [], torch.arange(rows)
+    seats = torch.arange(5).repeat(rows, 1)
+    answers = []
+    each = torch.arange(rows)
     for t in range(length):
         a, b = PAIRS[tokens[:, t]].T
         seats[each, a], seats[each, b] = seats[each, b], seats[each, a].clone()
@@ -140,7 +166,9 @@ def swaps(length: int, rows: int, generator: torch.Generator, *, last: int | Non
 
 def untrained(rows: Rows, kernel: str, symbols: int) -> float:
     """Mean over seeds."""
-    return mean(row["accuracy"] for row in rows if row.get("kernel") == kernel and row["symbols"] == symbols)
+    return mean(
+        row["accuracy"] for row in rows if row.get("kernel") == kernel and row["symbols"] == symbols
+    )
 
 
 def runs_of(rows: Rows, model: str, stages: int | None = None, times: int | None = None) -> Rows:
@@ -151,17 +179,28 @@ def runs_of(rows: Rows, model: str, stages: int | None = None, times: int | None
 
 def table(rows: Rows) -> Rows:
     """Kernels by the number of symbols, then models."""
-    symbols, trained = [f"{n} symbols" for n in SYMBOLS], ["32 swaps", "16 swaps, curriculum", "64 swaps, curriculum"]
+    symbols = [f"{n} symbols" for n in SYMBOLS]
+    trained = ["32 swaps", "16 swaps, curriculum", "64 swaps, curriculum"]
     table = []
     for kernel in KERNELS:
         figures = (f"{untrained(rows, kernel, n):.3f}" for n in SYMBOLS)
         table.append(
-            {"kernel or model": f"{kernel}, untrained", **dict(zip(symbols, figures)), **dict.fromkeys(trained, "")}
+            {
+                "kernel or model": f"{kernel}, untrained",
+                **dict(zip(symbols, figures)),
+                **dict.fromkeys(trained, ""),
+            }
         )
     for model in MODELS:
-        direct, staged = runs_of(rows, model), runs_of(rows, model, len(STAGES))
+        direct = runs_of(rows, model)
+        staged = runs_of(rows, model, len(STAGES))
         measured = ((direct, "accuracy"), (staged, "accuracy"), (staged, "longer"))
-        table.append({"kernel or model": model, **{name: spread(*x) for name, x in zip(trained, measured) if x[0]}})
+        table.append(
+            {
+                "kernel or model": model,
+                **{name: spread(*x) for name, x in zip(trained, measured) if x[0]},
+            }
+        )
     return table
 
 
@@ -172,7 +211,11 @@ def draw(rows: Rows, figure) -> None:
     for kernel in KERNELS:
         left.plot(SYMBOLS, [untrained(rows, kernel, n) for n in SYMBOLS], label=f"{kernel} write")
     plain_ticks(left, SYMBOLS)
-    left.set(title="untrained", xlabel=f"symbols, with {D} key channels", ylabel=f"accuracy after {SWAPS} swaps")
+    left.set(
+        title="untrained",
+        xlabel=f"symbols, with {D} key channels",
+        ylabel=f"accuracy after {SWAPS} swaps",
+    )
     left.set(ylim=(-0.02, 1.02))
     titles = "trained on 32 swaps", "trained on 2, 4, 8, then 16 swaps"
     for axes, stages, title in zip(others, (None, len(STAGES)), titles):
@@ -188,11 +231,15 @@ def draw(rows: Rows, figure) -> None:
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Untrained as the theorem says; trained, both writes follow and a Transformer does not."""
-    exact = all(untrained(rows, kernel, n) == 1 for kernel in ("linear", "round") for n in SYMBOLS[:2])
+    exact = all(
+        untrained(rows, kernel, n) == 1 for kernel in ("linear", "round") for n in SYMBOLS[:2]
+    )
     beyond = {kernel: untrained(rows, kernel, 256) for kernel in KERNELS}
     linear, softmax, plain = ([row["accuracy"] for row in runs_of(rows, model)] for model in MODELS)
     staged = {model: runs for model in MODELS if (runs := runs_of(rows, model, len(STAGES)))}
-    summary = "accuracy with 256 symbols, untrained: " + ", ".join(f"{k} {x:.2f}" for k, x in beyond.items())
+    summary = "accuracy with 256 symbols, untrained: " + ", ".join(
+        f"{k} {x:.2f}" for k, x in beyond.items()
+    )
     summary += "; trained on 32 swaps: "
     summary += f"linear write {min(linear):.2f}, softmax write {max(softmax):.2f}, Transformer {max(plain):.2f}; "
     summary += "trained by a curriculum, worst seed with 16 swaps and with 64: " + "; ".join(
@@ -200,8 +247,14 @@ def verdict(rows: Rows) -> tuple[str, str]:
         for model, runs in staged.items()
     )
     holds = exact and beyond["round"] == 1 and max(beyond["linear"], beyond["relu"]) < 0.5
-    holds = holds and min(*linear, *(row["accuracy"] for row in staged[SOFTMAX])) > 0.99 and max(plain) < 0.3
+    holds = (
+        holds
+        and min(*linear, *(row["accuracy"] for row in staged[SOFTMAX])) > 0.99
+        and max(plain) < 0.3
+    )
     return ("reproduced" if holds else "partly reproduced"), summary
 
 
-CLAIM = Claim("swaps", "Tracking swaps", __doc__, 45, plan, measure, table, draw, verdict, (SOFTMAX,))
+CLAIM = Claim(
+    "swaps", "Tracking swaps", __doc__, 45, plan, measure, table, draw, verdict, (SOFTMAX,)
+)

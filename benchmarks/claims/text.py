@@ -23,7 +23,9 @@ def text() -> tuple[Tensor, Tensor]:
     return tuple(tokens.split([len(tokens) * 9 // 10, len(tokens) - len(tokens) * 9 // 10]))
 
 
-def passages(length: int, rows: int, generator: torch.Generator, *, held_out: bool = False) -> tuple[Tensor, Tensor]:
+def passages(
+    length: int, rows: int, generator: torch.Generator, *, held_out: bool = False
+) -> tuple[Tensor, Tensor]:
     """Bytes [B, T] from random places, and the byte after each."""
     tokens = text()[held_out]
     starts = torch.randint(len(tokens) - length, (rows, 1), generator=generator)

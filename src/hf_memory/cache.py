@@ -23,7 +23,11 @@ from transformers.utils.import_utils import is_tracing
 
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
-LAYER_TYPES = ("memory", "sliding_memory", "sliding_heads")  # names in configs of layers with named states
+LAYER_TYPES = (
+    "memory",
+    "sliding_memory",
+    "sliding_heads",
+)  # names in configs of layers with named states
 Growth = Literal["fixed", "log", "token"]  # how a state grows with the number of tokens
 States = dict[str, Any]  # states of a mixer by name, each [B, ...], or those of a part of it
 Inputs = dict[str, Tensor]  # inputs of a mixer by name, each [B, T, ...]
@@ -61,7 +65,9 @@ class State:
 
 
 Spec = dict[str, Any]  # the State, or the Spec of a part, by name
-Mix = Callable[..., tuple[Tensor, States]]  # of inputs, states and `MemoryLayer.known`: outputs [B, T, ...], and states
+Mix = Callable[
+    ..., tuple[Tensor, States]
+]  # of inputs, states and `MemoryLayer.uniform_length`: outputs [B, T, ...], and states
 
 
 @dataclass
@@ -103,7 +109,9 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.is_padded = False  # whether rows may have read fewer tokens
         self.record_past = False
         self.recorded: list[Stretch] = []
-        self.is_behind = False  # the states are those before the last stretch, and its inputs must be replayed
+        self.is_behind = (
+            False  # the states are those before the last stretch, and its inputs must be replayed
+        )
         self.device: torch.device | None = None
 
     def advance(self, inputs: Inputs, mix: Mix, spec: Spec) -> Tensor:
@@ -117,7 +125,9 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self.is_behind:
             self.catch_up(mix)
         self.spec = spec
-        early = _length(inputs) - self.window if self.record_past else 0  # tokens that are too old to be undone later
+        early = (
+            _length(inputs) - self.window if self.record_past else 0
+        )  # tokens that are too old to be undone later
         if early <= 0:
             return self._advance(inputs, mix)
         parts = _tokens(inputs, slice(early)), _tokens(inputs, slice(early, None))
@@ -126,13 +136,16 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def _advance(self, inputs: Inputs, mix: Mix) -> Tensor:
         T = _length(inputs)
         self.is_padded |= "attention_mask" in inputs
-        output, states = mix(inputs, self.read(T), known=self.known)
+        output, states = mix(inputs, self.read(T), uniform_length=self.uniform_length)
         self._store(states)
         self.tokens_read += T
         self.is_initialized = True
         if self.record_past:
-            last, B = self.recorded[-1], len(next(iter(inputs.values())))
-            last.inputs.append({name: owned(x.detach().expand(B, *x.shape[1:])) for name, x in inputs.items()})
+            last = self.recorded[-1]
+            B = len(next(iter(inputs.values())))
+            last.inputs.append(
+                {name: owned(x.detach().expand(B, *x.shape[1:])) for name, x in inputs.items()}
+            )
             if last.length >= self.window:  # what came before is too old to be undone
                 self.recorded = [last, Stretch(self._copied())]
         return output
@@ -156,7 +169,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self._with_room(self.states, self.tokens_read + more) if self.is_initialized else {}
 
     @property
-    def known(self) -> int | None:
+    def uniform_length(self) -> int | None:
         """The number of tokens that each row has read, if it is a number of Python, so that nothing must be masked."""
         is_number = isinstance(self.tokens_read, int) and not torch.compiler.is_compiling()
         return self.tokens_read if is_number and not self.is_padded else None
@@ -166,7 +179,11 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             old = self.states.get(name)
             if old is state:  # an op has updated it in place
                 continue
-            alike = old is not None and (old.shape, old.dtype, old.device) == (state.shape, state.dtype, state.device)
+            alike = old is not None and (old.shape, old.dtype, old.device) == (
+                state.shape,
+                state.dtype,
+                state.device,
+            )
             if alike and not torch.is_grad_enabled():
                 old.copy_(state)
             else:
@@ -209,7 +226,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Set the states, and the number of tokens that led to them."""
         self._stop_recording()
         self.states = {name: owned(x) for name, x in states.items()}
-        self.tokens_read, self.is_initialized = tokens_read, True
+        self.tokens_read = tokens_read
+        self.is_initialized = True
         counts = [x for name, x in states.items() if name.rpartition(".")[2] == "tokens_read"]
         self.is_padded = any(bool((x != tokens_read).any()) for x in counts)
 
@@ -282,7 +300,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             if kept > last.length:
                 last.inputs.append(_tokens(part, slice(kept - last.length)))
         self._store(last.before)
-        self.is_initialized, self.is_behind = bool(last.before), True
+        self.is_initialized = bool(last.before)
+        self.is_behind = True
 
     @torch.no_grad()
     def catch_up(self, mix: Mix) -> None:
@@ -293,7 +312,9 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         for inputs in self.recorded[-1].inputs:
             _, states = mix(inputs, self._with_room(states, self.tokens_read))
         self._store(states)
-        self.is_initialized, self.is_behind, self.recorded = bool(states), False, []
+        self.is_initialized = bool(states)
+        self.is_behind = False
+        self.recorded = []
         if self.record_past:
             self.activate_past_recording()
 
@@ -301,7 +322,9 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return {name: state.detach().clone() for name, state in self.read().items()}
 
     def _stop_recording(self) -> None:
-        self.record_past, self.recorded, self.is_behind = False, [], False
+        self.record_past = False
+        self.recorded = []
+        self.is_behind = False
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -309,7 +332,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
         self.states = changed(self.states)
         for stretch in self.recorded:
-            stretch.before, stretch.inputs = changed(stretch.before), [changed(x) for x in stretch.inputs]
+            stretch.before = changed(stretch.before)
+            stretch.inputs = [changed(x) for x in stretch.inputs]
 
     def update(self, *args, **kwargs):
         """Not supported: a memory has states, not keys and values."""
@@ -352,7 +376,9 @@ class StaticMemoryLayer(MemoryLayer):
         return super()._with_room(states, self.most_tokens)
 
 
-def padding_mask(config, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs) -> Tensor | None:
+def padding_mask(
+    config, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs
+) -> Tensor | None:
     """A mask [B, T] that is false at padding among the present tokens; None without padding."""
     if attention_mask is None or attention_mask.ndim != 2:
         return None
@@ -387,7 +413,11 @@ def flat(parts: dict[str, Any]) -> dict[str, Any]:
     """Nested dicts as one, by joined names such as "memory.weights": a cache has the states of all parts of a mixer."""
     found: dict[str, Any] = {}
     for name, x in parts.items():
-        found |= {f"{name}.{inner}": y for inner, y in flat(x).items()} if isinstance(x, dict) else {name: x}
+        found |= (
+            {f"{name}.{inner}": y for inner, y in flat(x).items()}
+            if isinstance(x, dict)
+            else {name: x}
+        )
     return found
 
 
@@ -424,9 +454,11 @@ def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[
 
     transformers' own holds views of all keys and values that it has just read, until it reads the next token.
     """
-    seen, layer = cache.update(keys, values, layer_idx), cache.layers[layer_idx]
+    seen = cache.update(keys, values, layer_idx)
+    layer = cache.layers[layer_idx]
     if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.keys, layer.values = owned(layer.keys), owned(layer.values)
+        layer.keys = owned(layer.keys)
+        layer.values = owned(layer.values)
     return seen
 
 
@@ -449,7 +481,9 @@ def check_texts(cache: Cache, number: int) -> None:
     else:
         found = layer.keys.shape[0] if layer.keys.ndim == 4 else number
     if found != number:
-        raise ValueError(f"cache must be of as many texts as there are rows of tokens, {number}, got one of {found}")
+        raise ValueError(
+            f"cache must be of as many texts as there are rows of tokens, {number}, got one of {found}"
+        )
 
 
 def branch(cache: Cache) -> Cache:
@@ -480,5 +514,12 @@ def state_bytes(cache: Cache) -> int:
 def _tensors(layer) -> list[Tensor]:
     if isinstance(layer, MemoryLayer):
         return list(layer.states.values())
-    held = [getattr(layer, name, None) for name in ("keys", "values", "conv_states", "recurrent_states")]
-    return [x for part in held for x in (part.values() if isinstance(part, dict) else [part]) if x is not None]
+    held = [
+        getattr(layer, name, None) for name in ("keys", "values", "conv_states", "recurrent_states")
+    ]
+    return [
+        x
+        for part in held
+        for x in (part.values() if isinstance(part, dict) else [part])
+        if x is not None
+    ]

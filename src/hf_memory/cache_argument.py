@@ -14,8 +14,13 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 NAMES = ("cache", "past_key_values")
-CACHE = next(name for name in NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)  # transformers' own name
-OTHER_NAMES = ("state", "mems")  # of RWKV and of Transformer-XL; others have "cache" or "past" in their names
+CACHE = next(
+    name for name in NAMES if name in BaseModelOutputWithPast.__dataclass_fields__
+)  # transformers' own name
+OTHER_NAMES = (
+    "state",
+    "mems",
+)  # of RWKV and of Transformer-XL; others have "cache" or "past" in their names
 NO_CACHES = ("cache_position", "cache_config")
 OPTIONS = (type(None), bool, int, float, str)  # values of options such as use_cache
 
@@ -40,14 +45,17 @@ def named_cache(kwargs: dict[str, Any], name: str = "cache") -> dict[str, Any]:
     Raises:
         ValueError: if there are two different caches, or one under an unknown name.
     """
-    cache, named = None, {}
+    cache = None
+    named = {}
     for key, value in kwargs.items():
         if key not in NAMES:
             _check_no_cache(key, value)
             named[key] = value
         elif value is not None:
             if cache is not None and cache is not value:
-                raise ValueError("cache and past_key_values are the same argument, got a different cache for each")
+                raise ValueError(
+                    "cache and past_key_values are the same argument, got a different cache for each"
+                )
             cache = value
     if cache is not None:
         named[name] = cache
@@ -57,7 +65,9 @@ def named_cache(kwargs: dict[str, Any], name: str = "cache") -> dict[str, Any]:
 def _check_no_cache(key: str, value: Any) -> None:
     """Raise ValueError if an argument that is not named as a cache is one, by its type or by its name."""
     is_named = "cache" in key or "past" in key or key in OTHER_NAMES
-    if isinstance(value, Cache) or (is_named and key not in NO_CACHES and not isinstance(value, OPTIONS)):
+    if isinstance(value, Cache) or (
+        is_named and key not in NO_CACHES and not isinstance(value, OPTIONS)
+    ):
         raise ValueError(
             f"a cache must be given as cache or past_key_values, got {type(value).__name__} as {key}, "
             "which the model would not read"

@@ -7,9 +7,9 @@ class Convertible:
     """A module of a student, such as a mixer, a gate or a feed-forward part. What does not concern it is left out.
 
     A conversion copies the weights that the teacher has; calls `start_open` of all modules, `start_steady` of gates,
-    and `scale_output` or `open_gate` of mixers; and then trains each `new_part`. Whether a layer starts as attention is
-    told by `attends` of the config. `init_own_parameters`, and `starts` with initial values of parameters by name, are
-    for models that are trained from scratch.
+    and `scale_output` or `open_gate` of mixers; and then trains each `new_part`. Up to which length a layer equals
+    attention before training is told by `exact_up_to` of the config. `init_own_parameters`, and `starts` with initial
+    values of parameters by name, are for models that are trained from scratch.
     """
 
     can_be_steady = False  # whether this is a gate for `start_steady`

@@ -100,7 +100,9 @@ def make_corpus(vocab_size: int, texts: list[str]) -> Corpus:
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(training, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END
+    )
     read = [torch.tensor(bpe.encode("".join(part)).ids) for part in (training, held_out)]
     return Corpus(tokenizer, *read)
 
@@ -137,7 +139,9 @@ class MuonWithAdamW(Optimizer):
     """Muon for the matrices of the layers, AdamW for the rest; here it needs half as many steps as AdamW alone."""
 
     def __init__(self, model: nn.Module, lr: float):
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+        matrices = [
+            p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name
+        ]
         others = [p for p in model.parameters() if not any(p is x for x in matrices)]
         super().__init__(matrices + others, {})
         self.parts = (
@@ -147,7 +151,9 @@ class MuonWithAdamW(Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        self.param_groups = [group for part in self.parts for group in part.param_groups]  # schedulers change these
+        self.param_groups = [
+            group for part in self.parts for group in part.param_groups
+        ]  # schedulers change these
 
     @torch.no_grad()
     def step(self, closure=None) -> None:  # type: ignore[override]
@@ -184,19 +190,31 @@ def run_demo(
         **options: fields of the student's config, such as `gate`.
     """
     corpus = make_corpus(settings.vocab_size, sections())
-    tokens, held_out = corpus.training, corpus.held_out
+    tokens = corpus.training
+    held_out = corpus.held_out
     say(f"read the language reference: {len(tokens)} tokens to train on, {len(held_out)} held out")
     teacher = make_teacher(settings, corpus.tokenizer)
-    wanted = Recipe(to, "none", transfer=settings.transfer, distillation=settings.distillation, options=options)
+    wanted = Recipe(
+        to, "none", transfer=settings.transfer, distillation=settings.distillation, options=options
+    )
     plan = resolve(wanted, teacher.config, tokens)
     say(f"made a Llama of {teacher.num_parameters():,} parameters")
     optimizer = MuonWithAdamW(teacher, settings.teacher.learning_rate)
-    losses = {"teacher": train(teacher, tokens, settings.teacher, name="teacher", optimizer=optimizer, run=run)}
+    losses = {
+        "teacher": train(
+            teacher, tokens, settings.teacher, name="teacher", optimizer=optimizer, run=run
+        )
+    }
     made = convert(teacher, tokens, plan, run)
     control = copy.deepcopy(teacher)  # a teacher that trains for as many steps as the student
     train(control, tokens, settings.distillation, name="control", seed=1, run=run)
     before, _ = untrained_student(teacher, tokens, made.plan)
-    models = {"teacher": teacher, "control": control, "before training": before, "student": made.student}
+    models = {
+        "teacher": teacher,
+        "control": control,
+        "before training": before,
+        "student": made.student,
+    }
     rows = {}
     for name, x in models.items():
         subject = Subject(x, held_out, None if x is teacher else teacher, max_tokens=None)

@@ -10,7 +10,7 @@ from transformers.integrations.moe import batched_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
 from hf_memory.convertible import Convertible
-from hf_memory.layers import SwiGLU, wide
+from hf_memory.layers import SwiGLU, upcast
 from hf_memory.ops.product_keys import best_slots
 
 one_after_the_other: Callable = Qwen3MoeExperts.forward.__wrapped__  # type: ignore[attr-defined]
@@ -36,7 +36,11 @@ class MemoryValues(Convertible, nn.EmbeddingBag):
     def forward(self, slots: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         """Sums [B, T, hidden_size] of the values of slots [B, T, n], weighted by [B, T, n]."""
         weights = weights.flatten(0, 1).to(self.weight.dtype)
-        return super().forward(slots.flatten(0, 1), per_sample_weights=weights).unflatten(0, slots.shape[:2])
+        return (
+            super()
+            .forward(slots.flatten(0, 1), per_sample_weights=weights)
+            .unflatten(0, slots.shape[:2])
+        )
 
 
 class ProductKeyMemory(Convertible, nn.Module):
@@ -48,7 +52,9 @@ class ProductKeyMemory(Convertible, nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        heads, K, width = config.product_key_heads, config.product_key_dim, config.hidden_size
+        heads = config.product_key_heads
+        K = config.product_key_dim
+        width = config.hidden_size
         self.top_k = config.product_key_top_k
         self.q_proj = nn.Linear(width, heads * K, bias=False)
         self.keys = nn.Parameter(torch.empty(2, heads, config.num_product_keys, K // 2))
@@ -73,7 +79,7 @@ class ProductKeyMemory(Convertible, nn.Module):
         """[B, T, hidden_size] -> [B, T, hidden_size]."""
         q = self.q_proj(hidden_states).unflatten(-1, (self.keys.shape[1], -1))
         scores, slots = best_slots(q, self.keys.to(q.dtype), self.top_k)
-        weights = wide(scores).softmax(-1)
+        weights = upcast(scores).softmax(-1)
         y = read_values(slots.flatten(-2), weights.flatten(-2)).to(hidden_states.dtype)
         return self.o_proj(y * F.silu(self.g_proj(hidden_states)))
 
@@ -111,7 +117,9 @@ class Experts(Qwen3MoeExperts):
     def has_grouped_products(self) -> bool:
         """Whether PyTorch has them for these weights: not in float64, and for rows of a multiple of 16 bytes."""
         weights = self.gate_up_proj, self.down_proj
-        return all(x.dtype != torch.float64 and x.shape[-1] * x.element_size() % 16 == 0 for x in weights)
+        return all(
+            x.dtype != torch.float64 and x.shape[-1] * x.element_size() % 16 == 0 for x in weights
+        )
 
 
 class SparseMLP(Qwen3MoeSparseMoeBlock):
@@ -139,6 +147,14 @@ def parameter_groups(model: nn.Module, values_learning_rate: float = 1e-3) -> li
     With `sparse_memory_gradients`, pass the last group, the values, to `torch.optim.SparseAdam` in a training loop of
     your own that does not clip gradients, since AdamW and the Trainer do not support sparse gradients.
     """
-    values = {x for module in model.modules() if isinstance(module, MemoryValues) for x in module.parameters()}
+    values = {
+        x
+        for module in model.modules()
+        if isinstance(module, MemoryValues)
+        for x in module.parameters()
+    }
     others = [x for x in model.parameters() if x not in values]
-    return [{"params": others}, {"params": list(values), "lr": values_learning_rate, "weight_decay": 0.0}]
+    return [
+        {"params": others},
+        {"params": list(values), "lr": values_learning_rate, "weight_decay": 0.0},
+    ]

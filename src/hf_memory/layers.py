@@ -8,11 +8,14 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaMLP as SwiGLU
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as RotaryEmbedding  # Llama's, and partial
+from transformers.models.phi3.modeling_phi3 import (
+    Phi3RotaryEmbedding as RotaryEmbedding,  # Llama's, and partial
+)
 
 from hf_memory.convertible import Convertible
-from hf_memory.ops.contract import beside, wide
+from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import packed
+from hf_memory.ops.precision import upcast
 from hf_memory.ops.short_convolution import convolution_step
 
 __all__ = [
@@ -24,13 +27,13 @@ __all__ = [
     "last_tokens",
     "token_before",
     "unit_length",
-    "wide",
+    "upcast",
 ]
 
 
 def unit_length(x: Tensor) -> Tensor:
     """x / sqrt(|x|^2 + 1e-6) over the last dimension, computed in float32; zero stays zero."""
-    return (wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return (upcast(x) * torch.rsqrt(upcast(x).square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class RMSNorm(LlamaRMSNorm):
@@ -38,7 +41,8 @@ class RMSNorm(LlamaRMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., channels] -> [..., channels]."""
-        weight, eps = self.weight, self.variance_epsilon
+        weight = self.weight
+        eps = self.variance_epsilon
         if hidden_states.dtype != weight.dtype:  # under autocast
             return weight * F.rms_norm(hidden_states, weight.shape, eps=eps)
         return F.rms_norm(hidden_states, weight.shape, weight, eps)
@@ -54,7 +58,9 @@ class GroupRMSNorm(RMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., channels] -> [..., channels]."""
         parts = hidden_states.unflatten(-1, (self.groups, -1))
-        return self.weight * F.rms_norm(parts, parts.shape[-1:], eps=self.variance_epsilon).flatten(-2)
+        return self.weight * F.rms_norm(parts, parts.shape[-1:], eps=self.variance_epsilon).flatten(
+            -2
+        )
 
 
 class ShortConvolution(Convertible, nn.Module):
@@ -101,9 +107,17 @@ class ShortConvolution(Convertible, nn.Module):
             y [B, T, channels], zero at padding, and the state after x.
         """
         W = self.weight.shape[1]
-        if state is not None and W > 1 and x.shape[1] == 1 and attention_mask is None and cu_seqlens is None:
+        if (
+            state is not None
+            and W > 1
+            and x.shape[1] == 1
+            and attention_mask is None
+            and cu_seqlens is None
+        ):
             return convolution_step(x, state, self.weight, self.bias, silu=silu, in_place=True)
-        y, state = _over_last_tokens(lambda context: self._sums(context, cu_seqlens), W, x, state, attention_mask)
+        y, state = _over_last_tokens(
+            lambda context: self._sums(context, cu_seqlens), W, x, state, attention_mask
+        )
         return F.silu(y) if silu else y, state
 
     def _sums(self, context: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -111,7 +125,8 @@ class ShortConvolution(Convertible, nn.Module):
 
         [B, W - 1 + T, channels] -> [B, T, channels]. On the CPU this takes a sixth of the time of a convolution.
         """
-        W, T = self.weight.shape[1], context.shape[1] - self.weight.shape[1] + 1
+        W = self.weight.shape[1]
+        T = context.shape[1] - self.weight.shape[1] + 1
         weight = self.weight.mT.to(torch.promote_types(context.dtype, torch.float32)).contiguous()
         place = None if cu_seqlens is None else packed(cu_seqlens, T).position[0, :, None]
         y = context[:, W - 1 :] * weight[-1]
@@ -131,13 +146,21 @@ def token_before(
 
     def before(context: Tensor) -> Tensor:
         past = context[:, :-1]
-        return past if cu_seqlens is None else past.where(packed(cu_seqlens, past.shape[1]).position[0, :, None] > 0, 0)
+        return (
+            past
+            if cu_seqlens is None
+            else past.where(packed(cu_seqlens, past.shape[1]).position[0, :, None] > 0, 0)
+        )
 
     return _over_last_tokens(before, 2, x, state, attention_mask)
 
 
 def _over_last_tokens(
-    f: Callable[[Tensor], Tensor], W: int, x: Tensor, state: Tensor | None, attention_mask: Tensor | None
+    f: Callable[[Tensor], Tensor],
+    W: int,
+    x: Tensor,
+    state: Tensor | None,
+    attention_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """f applied to the W - 1 tokens before x and x [B, W - 1 + T, channels], and the last W - 1 tokens as the state.
 
@@ -158,7 +181,11 @@ def _over_last_tokens(
 
 
 def last_tokens(
-    x: Tensor, W: int, state: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+    x: Tensor,
+    W: int,
+    state: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The last W tokens [B, T, W, channels] at each token x [B, T, channels], zero before a sequence; and the state.
 
@@ -189,4 +216,4 @@ def in_their_places(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _wide(order: Tensor, x: Tensor) -> Tensor:
-    return beside(order, x).expand_as(x)
+    return expand_dims_like(order, x).expand_as(x)

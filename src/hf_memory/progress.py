@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-History = list[dict[str, float]]  # losses of a training, [{"step": ..., "loss": ...}, {"step": ..., "eval_loss": ...}]
+History = list[
+    dict[str, float]
+]  # losses of a training, [{"step": ..., "loss": ...}, {"step": ..., "eval_loss": ...}]
 
 
 class Progress(NamedTuple):

@@ -39,7 +39,11 @@ class Commands(TyperGroup):
 
 
 commands = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings=HELP,
 )
 
 
@@ -60,7 +64,9 @@ def _main(
 
 def app() -> None:
     """Run the command line; an error is one sentence on stderr and exit code 2."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported, which is later
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # torch reads it when it is imported, which is later
     try:
         commands(prog_name="hf-memory")
     except Exception as error:

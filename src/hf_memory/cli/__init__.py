@@ -16,7 +16,12 @@ from transformers.utils import logging
 from hf_memory.cli.terminal import errors
 from hf_memory.files.names import visible
 
-EXPECTED = (ValueError, OSError, StrictDataclassError, SafetensorError)  # errors that wrong input can cause
+EXPECTED = (
+    ValueError,
+    OSError,
+    StrictDataclassError,
+    SafetensorError,
+)  # errors that wrong input can cause
 
 
 def load(name: str):
@@ -32,7 +37,8 @@ def load(name: str):
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """A command as typer needs it: with a parameter for each field of the dataclasses that the command takes."""
-    parameters, groups = list[Parameter](), dict[str, Any]()
+    parameters = list[Parameter]()
+    groups = dict[str, Any]()
     for parameter in signature(command).parameters.values():
         if is_dataclass(parameter.annotation):
             groups[parameter.name] = parameter.annotation
@@ -41,10 +47,14 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter)
 
     def run(**given) -> None:
-        made = {name: group(**{x.name: given.pop(x.name) for x in fields(group)}) for name, group in groups.items()}
+        made = {
+            name: group(**{x.name: given.pop(x.name) for x in fields(group)})
+            for name, group in groups.items()
+        }
         command(**given, **made)
 
-    run.__doc__, run.__annotations__ = command.__doc__, {x.name: x.annotation for x in parameters}
+    run.__doc__ = command.__doc__
+    run.__annotations__ = {x.name: x.annotation for x in parameters}
     run.__signature__ = Signature([x.replace(kind=Parameter.KEYWORD_ONLY) for x in parameters])  # type: ignore
     return run
 
@@ -53,8 +63,14 @@ def explain(error: Exception) -> None:
     """End the process with one sentence about wrong input; other errors are raised again, with a traceback."""
     if not isinstance(error, EXPECTED):
         raise error
-    text = " ".join(str(error).split("\n\n")[0].split())  # the first paragraph, without names of exceptions
+    text = " ".join(
+        str(error).split("\n\n")[0].split()
+    )  # the first paragraph, without names of exceptions
     text = text.rpartition("Error: ")[2] or type(error).__name__
     errors.print("Error: ", style="red", end="")
-    errors.out(f"a file of weights is damaged or incomplete: {text}" if isinstance(error, SafetensorError) else text)
+    errors.out(
+        f"a file of weights is damaged or incomplete: {text}"
+        if isinstance(error, SafetensorError)
+        else text
+    )
     sys.exit(2)

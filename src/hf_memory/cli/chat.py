@@ -27,23 +27,34 @@ ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signa
 def chat(
     model: Annotated[str, typer.Argument(help="Folder or Hub name of a memory model.")],
     memory: Annotated[
-        Path | None, typer.Option(help="File that holds the memory: loaded if it exists, and saved at the end.")
+        Path | None,
+        typer.Option(help="File that holds the memory: loaded if it exists, and saved at the end."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt; the tokenizer must have a chat template.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an answer.", min=1)] = 200,
+    system: Annotated[
+        str | None, typer.Option(help="System prompt; the tokenizer must have a chat template.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Largest number of tokens of an answer.", min=1)
+    ] = 200,
     *,
     sampling: SamplingFlags,
     loading: LoadingFlags,
 ) -> None:
     """Chat with a model; the conversation is in its memory. /exit ends it, /reset empties the memory."""
-    how: dict = {"max_new_tokens": max_new_tokens, "options": sampling.options(), "seed": sampling.seed}
+    how: dict = {
+        "max_new_tokens": max_new_tokens,
+        "options": sampling.options(),
+        "seed": sampling.seed,
+    }
     if memory is not None and (memory.is_dir() or not memory.parent.is_dir()):
         raise ValueError(f"memory must be a file in a folder that exists, got {memory}")
     if memory is not None:
         check_regular("memory", memory)
     loaded, tokenizer = loading.load(model)
     if memory is not None and not isinstance(loaded, MemoryForCausalLM):
-        raise ValueError(f"memory must not be given for a model of another package, got a {type(loaded).__name__}")
+        raise ValueError(
+            f"memory must not be given for a model of another package, got a {type(loaded).__name__}"
+        )
     cache = load_memory(memory, loaded) if memory and memory.exists() else None
     conversation = Conversation(loaded, tokenizer, cache=cache, system=system, **how)
     try:

@@ -34,7 +34,10 @@ class StudentFlags:
     """Flags of a student and of its training. One with the name of a field of `Recipe` sets that field."""
 
     to: Annotated[
-        str, typer.Option(help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}.")
+        str,
+        typer.Option(
+            help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}."
+        ),
     ] = "attention"
     keep: Annotated[
         str | None,
@@ -82,11 +85,15 @@ class StudentFlags:
     temperature: Annotated[float, typer.Option(help="Temperature of the distillation loss.")] = 1.0
     cross_entropy: Annotated[
         float | None,
-        typer.Option(help="Weight of the cross-entropy with the text in the distillation loss, 0 to 1; default: 0."),
+        typer.Option(
+            help="Weight of the cross-entropy with the text in the distillation loss, 0 to 1; default: 0."
+        ),
     ] = None
     teacher_bits: Annotated[
         int | None,
-        typer.Option(help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation."),
+        typer.Option(
+            help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation."
+        ),
     ] = None
     scored_by: Annotated[
         str | None,
@@ -99,18 +106,30 @@ class StudentFlags:
     def recipe(self) -> Recipe:
         """The recipe that these flags make."""
         if self.servable and self.to not in conversion.SERVABLE:
-            raise ValueError(f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {self.to!r}")
-        given: dict = {x.name: getattr(self, x.name) for x in fields(Recipe) if hasattr(self, x.name)}
-        given |= {name: read_schedule(name, usual, given[name]) for name, usual in DEFAULT.schedules.items()}
+            raise ValueError(
+                f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {self.to!r}"
+            )
+        given: dict = {
+            x.name: getattr(self, x.name) for x in fields(Recipe) if hasattr(self, x.name)
+        }
+        given |= {
+            name: read_schedule(name, usual, given[name])
+            for name, usual in DEFAULT.schedules.items()
+        }
         kept = ("auto" if self.to == DEFAULT.to else "none") if self.servable else None
         given["keep"] = self.keep or kept
-        given["options"] = (conversion.SERVABLE[self.to] if self.servable else {}) | options.read_pairs(self.option)
+        given["options"] = (
+            conversion.SERVABLE[self.to] if self.servable else {}
+        ) | options.read_pairs(self.option)
         return Recipe(**given)
 
 
 def convert(
     context: typer.Context,
-    teacher: Annotated[str, typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}.")],
+    teacher: Annotated[
+        str,
+        typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}."),
+    ],
     text: options.Texts,
     output: Annotated[Path, typer.Option(help="Folder for the student.")],
     student: StudentFlags,
@@ -129,15 +148,22 @@ def _convert(job: Job) -> Made | None:
     """The student and its measurements; None in all processes except the first."""
     model = conversion.load_teacher(job.asked.model)
     processes = conversion.processes()  # from here on, each process has its own device
-    place, bits = device(), job.plan.recipe.teacher_bits
+    place = device()
+    bits = job.plan.recipe.teacher_bits
     name = job.asked.scored_by or job.asked.model  # of the model that the student is distilled from
     learnt = None if bits is None else conversion.load_quantized(name, bits, place)
-    quantized, scorer = (learnt, None) if job.plan.scorer is None else (None, learnt or conversion.load_teacher(name))
+    quantized, scorer = (
+        (learnt, None)
+        if job.plan.scorer is None
+        else (None, learnt or conversion.load_teacher(name))
+    )
     model.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
     if scorer is not None:
         scorer.resize_token_embeddings(model.config.vocab_size)  # without what pads its vocabulary
         scorer.to(place)  # type: ignore[arg-type]
-    made = conversion.convert(model, job.tokens, job.plan, job.asked.run, quantized=quantized, scorer=scorer)
+    made = conversion.convert(
+        model, job.tokens, job.plan, job.asked.run, quantized=quantized, scorer=scorer
+    )
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None
@@ -156,7 +182,9 @@ def _rows(
     after = measure("student", made.student, teacher)
     if made.plan.stages:
         made.student.cpu()
-        before, _ = conversion.untrained_student(teacher, job.tokens, made.plan, quantized=quantized)
+        before, _ = conversion.untrained_student(
+            teacher, job.tokens, made.plan, quantized=quantized
+        )
         found = measure("before training", before, teacher, tasks=QUALITY)
         yield "before training", found | {"speed": after["speed"]}
     yield "student", after

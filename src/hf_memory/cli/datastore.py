@@ -24,22 +24,37 @@ KEY_DTYPES = ("float16", "bfloat16", "float32")
 class KeyFlags:
     """Flags of the keys of a new datastore."""
 
-    length: Annotated[int, typer.Option(help="Tokens of a window that the model reads at a time.", min=2)] = 1024
-    key_dtype: Annotated[str, typer.Option(help=f"Dtype of the keys: {', '.join(KEY_DTYPES)}.")] = "float16"
+    length: Annotated[
+        int, typer.Option(help="Tokens of a window that the model reads at a time.", min=2)
+    ] = 1024
+    key_dtype: Annotated[str, typer.Option(help=f"Dtype of the keys: {', '.join(KEY_DTYPES)}.")] = (
+        "float16"
+    )
     module: Annotated[
-        str | None, typer.Option(help="Name of the module whose input is the key; default: the last feed-forward one.")
+        str | None,
+        typer.Option(
+            help="Name of the module whose input is the key; default: the last feed-forward one."
+        ),
     ] = None
     index: Annotated[
         str | None,
-        typer.Option(help="Index for faiss (needs faiss-cpu), such as IVF4096,PQ64; default: search all keys."),
+        typer.Option(
+            help="Index for faiss (needs faiss-cpu), such as IVF4096,PQ64; default: search all keys."
+        ),
     ] = None
 
 
 def datastore(
-    model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
-    output: Annotated[Path, typer.Option(help="Folder for the datastore: a new one, or with --tune alone an old one.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder for the datastore: a new one, or with --tune alone an old one."),
+    ],
     text: Annotated[
-        list[str] | None, typer.Option("--text", help=f"Text to look up: {SOURCES}; may be repeated.")
+        list[str] | None,
+        typer.Option("--text", help=f"Text to look up: {SOURCES}; may be repeated."),
     ] = None,
     tune: Annotated[
         list[str] | None,
@@ -72,7 +87,9 @@ def datastore(
         if made is None:
             how: dict = {"length": keys.length, "module": keys.module, "index": keys.index}
             how["dtype"] = getattr(torch, keys.key_dtype)
-            made = build_datastore(loaded, read(text or [], max_tokens), output, **how, report=report)
+            made = build_datastore(
+                loaded, read(text or [], max_tokens), output, **how, report=report
+            )
         if tune:
             made.keep_mixture(choose(loaded, made, read(tune), length=keys.length))
     mixture = "".join(f", {name} {x:.3g}" for name, x in made.mixture.items())

@@ -16,21 +16,29 @@ from hf_memory.files.folders import RESULTS, claimed
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the teacher and the student.")] = Path("demo_output"),
-    to: Annotated[str, typer.Option(help=f"The student's family: {', '.join(conversion.STUDENTS)}.")] = "linear",
+    output: Annotated[Path, typer.Option(help="Folder for the teacher and the student.")] = Path(
+        "demo_output"
+    ),
+    to: Annotated[
+        str, typer.Option(help=f"The student's family: {', '.join(conversion.STUDENTS)}.")
+    ] = "linear",
     option: Option = None,
 ) -> None:
     """Train a small Llama on Python's documentation, convert it, and compare both; offline, in minutes."""
     how: dict = {"overwrite": True, "mark": f"student/{RESULTS}"}  # of an earlier demo
     with claimed(output), signs_of_life() as report:
         conversion.check_output(output, **how)
-        made = run_demo(to=to, run=conversion.Run(report=report), say=console.print, **read_pairs(option))
+        made = run_demo(
+            to=to, run=conversion.Run(report=report), say=console.print, **read_pairs(option)
+        )
         with conversion.new_folder(output, **how) as folder:
             conversion.write_report(folder / "student", made.student, made.tokenizer, made.results)
             for part in (made.teacher, made.tokenizer):
                 part.save_pretrained(folder / "teacher")
     print_results(made.results)
-    console.print("control: the teacher, trained on the same text for as many more steps as the student")
+    console.print(
+        "control: the teacher, trained on the same text for as many more steps as the student"
+    )
     for name, model in (("teacher", made.teacher), ("student", made.student)):
         for prompt in PROMPTS:
             console.print(f"\n{name}", style="bold")

@@ -23,13 +23,19 @@ from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.evaluation.scores import KINDS, check_tolerance
 from hf_memory.evaluation.tasks import SCORED_AT, TOLERANCE
 from hf_memory.files.documents import read_prompts
-from hf_memory.files.fingerprints import model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
+from hf_memory.files.fingerprints import (
+    model_fingerprint,
+    tokenizer_fingerprint,
+    tokens_fingerprint,
+)
 from hf_memory.files.folders import claimed
 from hf_memory.files.text import Text, check_tokens
 
 TITLE = "figures with their 95 % intervals"
-ALL, USUAL = ",".join(x for x in TASKS if x != "reasoning"), ",".join(map(str, LENGTHS))
-SCORED, NEED_NO_TEXT = ",".join(map(str, SCORED_AT)), (*KINDS, "answers")
+ALL = ",".join(x for x in TASKS if x != "reasoning")
+USUAL = ",".join(map(str, LENGTHS))
+SCORED = ",".join(map(str, SCORED_AT))
+NEED_NO_TEXT = (*KINDS, "answers")
 EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())
 
 
@@ -46,30 +52,47 @@ class MeasureFlags:
     ] = None
     max_tokens: MaxTokens = None
     held_out: Annotated[
-        bool, typer.Option("--held-out", help="Use only the last tenth of the text, which convert holds out.")
+        bool,
+        typer.Option(
+            "--held-out", help="Use only the last tenth of the text, which convert holds out."
+        ),
     ] = False
     tasks: Annotated[str, typer.Option(help=f"Tasks, separated by commas: {EXPLAINED}.")] = ALL
     lengths: Annotated[
         str,
-        typer.Option(help="Context lengths in tokens; lengths beyond the model's positions or the text are left out."),
+        typer.Option(
+            help="Context lengths in tokens; lengths beyond the model's positions or the text are left out."
+        ),
     ] = USUAL
     measure_tokens: MeasureTokens = 2**16
     samples: Annotated[
         int,
-        typer.Option(help="Needles for each length, at depths from the beginning to the end of the context.", min=2),
+        typer.Option(
+            help="Needles for each length, at depths from the beginning to the end of the context.",
+            min=2,
+        ),
     ] = 10
     items: Items = ITEMS
     score_lengths: Annotated[
-        str, typer.Option(help="Lengths in tokens of the prompts of scored questions with a long text.")
+        str,
+        typer.Option(help="Lengths in tokens of the prompts of scored questions with a long text."),
     ] = SCORED
     tolerance: Annotated[
-        float, typer.Option(help="Part of the teacher's score by which that of a tie may be less.", min=0, max=1)
+        float,
+        typer.Option(
+            help="Part of the teacher's score by which that of a tie may be less.", min=0, max=1
+        ),
     ] = TOLERANCE
     seed: Annotated[int, typer.Option(help="Random seed for needles and scored questions.")] = 0
     prompts: Annotated[
-        Path | None, typer.Option(help=f"File with a prompt in each line; default: {len(PROMPTS)} built-in prompts.")
+        Path | None,
+        typer.Option(
+            help=f"File with a prompt in each line; default: {len(PROMPTS)} built-in prompts."
+        ),
     ] = None
-    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an answer.", min=1)] = 48
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Largest number of tokens of an answer.", min=1)
+    ] = 48
 
     def settings(self) -> dict[str, Any]:
         """Those that an evaluation takes and a record names alike."""
@@ -79,15 +102,26 @@ class MeasureFlags:
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")
+    ],
     against: Annotated[
-        str | None, typer.Option(help="Model to compare with, such as its teacher; it must have the same tokenizer.")
+        str | None,
+        typer.Option(
+            help="Model to compare with, such as its teacher; it must have the same tokenizer."
+        ),
     ] = None,
     datastore: Annotated[
-        Path | None, typer.Option(help="Datastore that the model looks up: folder that hf-memory datastore has built.")
+        Path | None,
+        typer.Option(
+            help="Datastore that the model looks up: folder that hf-memory datastore has built."
+        ),
     ] = None,
     output: Annotated[
-        Path, typer.Option(help="Folder for the table, pictures and JSON; results of several models can share it.")
+        Path,
+        typer.Option(
+            help="Folder for the table, pictures and JSON; results of several models can share it."
+        ),
     ] = Path("evaluation"),
     *,
     flags: MeasureFlags,
@@ -97,12 +131,16 @@ def evaluate(
 
     A run that was stopped continues where it was. Other models with the same settings are added to the table in OUTPUT.
     """
-    chosen, sizes = [name.strip() for name in flags.tasks.split(",")], _numbers(flags.lengths)
+    chosen = [name.strip() for name in flags.tasks.split(",")]
+    sizes = _numbers(flags.lengths)
     if unknown := [name for name in chosen if name not in TASKS]:
         raise ValueError(f"tasks must be from {', '.join(TASKS)}, got {', '.join(unknown)}")
     if flags.text is None and (others := [name for name in chosen if name not in NEED_NO_TEXT]):
-        raise ValueError(f"text must be given, except for {', '.join(NEED_NO_TEXT)}, got tasks {', '.join(others)}")
-    how, store = flags.settings(), Datastore(datastore) if datastore else None
+        raise ValueError(
+            f"text must be given, except for {', '.join(NEED_NO_TEXT)}, got tasks {', '.join(others)}"
+        )
+    how = flags.settings()
+    store = Datastore(datastore) if datastore else None
     mine = f"{model} with {datastore.name}" if datastore else model
     with claimed(output), signs_of_life() as report:
         sources = ({against: against} if against else {}) | {mine: model}
@@ -110,15 +148,29 @@ def evaluate(
         weights = _weights(models, store)
         tokens = Text(torch.empty(0, dtype=torch.long))
         if flags.text:
-            tokens = conversion.read_tokens(flags.text, models[mine][1], limit=flags.max_tokens, report=report)
+            tokens = conversion.read_tokens(
+                flags.text, models[mine][1], limit=flags.max_tokens, report=report
+            )
             tokens = split(tokens)[1] if flags.held_out else tokens
             for loaded, _ in models.values():
                 check_tokens(tokens, loaded.config, min(sizes))
-        settings = how | {x: getattr(flags, x) for x in ("lengths", "measure_tokens", "max_new_tokens")}
-        settings |= {"dtype": loading.dtype, "device": models[mine][0].device.type, "text": tokens_fingerprint(tokens)}
-        known = record.open_record(output, settings | {"against": weights[against] if against else None})
+        settings = how | {
+            x: getattr(flags, x) for x in ("lengths", "measure_tokens", "max_new_tokens")
+        }
+        settings |= {
+            "dtype": loading.dtype,
+            "device": models[mine][0].device.type,
+            "text": tokens_fingerprint(tokens),
+        }
+        known = record.open_record(
+            output, settings | {"against": weights[against] if against else None}
+        )
         keep = partial(record.keep, output, known)
-        how |= {"lengths": sizes, "max_tokens": flags.measure_tokens, "new_tokens": flags.max_new_tokens}
+        how |= {
+            "lengths": sizes,
+            "max_tokens": flags.measure_tokens,
+            "new_tokens": flags.max_new_tokens,
+        }
         how |= {"score_lengths": _numbers(flags.score_lengths, "score_lengths")}
         with NearestNeighbours(models[mine][0], store) if store else nullcontext():
             for name, (loaded, tokenizer) in models.items():
@@ -136,15 +188,22 @@ def evaluate(
 
 def _weights(models: dict[str, tuple], store: Datastore | None) -> dict[str, str]:
     """Fingerprints of the models with their tokenizers; the last of them has the datastore."""
-    weights = {name: f"{model_fingerprint(x)} {tokenizer_fingerprint(words)}" for name, (x, words) in models.items()}
+    weights = {
+        name: f"{model_fingerprint(x)} {tokenizer_fingerprint(words)}"
+        for name, (x, words) in models.items()
+    }
     *against, mine = models
     if store:
         weights[mine] += f" {tokens_fingerprint(store.tokens)} {store.mixture}"
     for other in against:
         if models[other][1].get_vocab() != models[mine][1].get_vocab():
-            raise ValueError(f"against must be a model with the same tokenizer, got {other} with another one")
+            raise ValueError(
+                f"against must be a model with the same tokenizer, got {other} with another one"
+            )
         if weights[other] == weights[mine]:
-            raise ValueError(f"against must be another model than {mine}, got {other} with the same weights")
+            raise ValueError(
+                f"against must be another model than {mine}, got {other} with the same weights"
+            )
     return weights
 
 
@@ -152,7 +211,9 @@ def _numbers(lengths: str, name: str = "lengths") -> tuple[int, ...]:
     try:
         sizes = sorted({int(length) for length in lengths.split(",")})
     except ValueError as error:
-        raise ValueError(f"{name} must be numbers with commas between them, got {lengths!r}") from error
+        raise ValueError(
+            f"{name} must be numbers with commas between them, got {lengths!r}"
+        ) from error
     if sizes[0] < 2:
         raise ValueError(f"{name} must be at least 2 tokens, got {lengths!r}")
     return tuple(sizes)
@@ -160,8 +221,11 @@ def _numbers(lengths: str, name: str = "lengths") -> tuple[int, ...]:
 
 def _show(known: dict[str, Any]) -> None:
     """Print the table, and the answers side by side."""
-    names, rows = list(record.labels(known).values()), list[Any]()
-    for task, found in groupby(record.table(known), key=itemgetter(0)):  # each is named once, and is a section
+    names = list(record.labels(known).values())
+    rows = list[Any]()
+    for task, found in groupby(
+        record.table(known), key=itemgetter(0)
+    ):  # each is named once, and is a section
         rows += [None, *((task if i == 0 else "", *cells) for i, (_, *cells) in enumerate(found))]
     print_table(rows, (*record.HEADER, *names), title=TITLE)
     for prompt, *texts in record.side_by_side(known):

@@ -16,12 +16,19 @@ def export(
     student: Annotated[str, typer.Argument(help="Folder or Hub name of a memory model.")],
     output: Annotated[Path, typer.Option(help="Folder to write to.")],
     to: Annotated[
-        str, typer.Option(help=f"Target architecture: {NAMES}, or auto: the first that represents the student exactly.")
+        str,
+        typer.Option(
+            help=f"Target architecture: {NAMES}, or auto: the first that represents the student exactly."
+        ),
     ] = "auto",
-    gguf: Annotated[Path | None, typer.Option(help="Also write this GGUF file, for llama.cpp.")] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(help="Also write this GGUF file, for llama.cpp.")
+    ] = None,
 ) -> None:
     """Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have, and check that logits are equal."""
     export = export_model(found(student), output, to, gguf=gguf)
-    console.out(f"{output}: {export.target.model_type}, logits within {export.error:.0e} of the largest")
+    console.out(
+        f"{output}: {export.target.model_type}, logits within {export.error:.0e} of the largest"
+    )
     for engine, fault in export.engines.items():
         console.print(f"  {engine}: {f'not supported: {fault}' if fault else 'supported'}")

@@ -25,8 +25,12 @@ class LearningFlags:
     """Flags of the schedule, and of what learns."""
 
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = DEFAULT.steps
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after the warmup.")] = DEFAULT.learning_rate
-    batch_size: Annotated[int, typer.Option(help="Windows of text in each step.")] = DEFAULT.batch_size
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after the warmup.")] = (
+        DEFAULT.learning_rate
+    )
+    batch_size: Annotated[int, typer.Option(help="Windows of text in each step.")] = (
+        DEFAULT.batch_size
+    )
     length: Annotated[int, typer.Option(help="Tokens in each window.")] = DEFAULT.length
     lora_rank: options.LoraRank = None
     seed: options.Seed = 0
@@ -41,9 +45,14 @@ def fine_tune(
     training: options.TrainingFlags,
 ) -> None:
     """Train a model on text. With LoRA, the updates are merged into the output, and also written to its adapter/."""
-    rank, seed = learning.lora_rank, learning.seed
-    schedule = Schedule(learning.steps, learning.learning_rate, learning.batch_size, learning.length)
-    recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=rank, seed=seed)
+    rank = learning.lora_rank
+    seed = learning.seed
+    schedule = Schedule(
+        learning.steps, learning.learning_rate, learning.batch_size, learning.length
+    )
+    recipe = Recipe(
+        None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=rank, seed=seed
+    )
     run = Run(training.checkpoints, training=options.read_pairs(training.training))
     asked = Asked(model, recipe, run, text, output, Flags.of(context), training)
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +66,12 @@ def _fine_tune(job: Job, adapter: Path | None) -> Made | None:
     student.to(device())  # type: ignore[arg-type]
     before = {"before": job.measure("before", student)} if processes.is_main_process else {}
     (stage,) = job.plan.stages
-    how: dict = {"lora_rank": stage.lora_rank, "adapter": adapter, "seed": stage.seed, "run": job.asked.run}
+    how: dict = {
+        "lora_rank": stage.lora_rank,
+        "adapter": adapter,
+        "seed": stage.seed,
+        "run": job.asked.run,
+    }
     losses = conversion.fine_tune(student, job.tokens, stage.schedule, **how)
     processes.destroy_process_group()
     if not processes.is_main_process:

@@ -11,15 +11,24 @@ from hf_memory.decoding import Datastore, NearestNeighbours
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate.", min=1)] = 100,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Largest number of tokens to generate.", min=1)
+    ] = 100,
     datastore: Annotated[
-        Path | None, typer.Option(help="Folder of a datastore that hf-memory datastore has built with this model.")
+        Path | None,
+        typer.Option(
+            help="Folder of a datastore that hf-memory datastore has built with this model."
+        ),
     ] = None,
     datastore_weight: Annotated[
         float | None,
-        typer.Option(help="Weight of the datastore's prediction, 0 to 1; default: that chosen by --tune, or 0.25."),
+        typer.Option(
+            help="Weight of the datastore's prediction, 0 to 1; default: that chosen by --tune, or 0.25."
+        ),
     ] = None,
     *,
     sampling: SamplingFlags,
@@ -28,7 +37,9 @@ def generate(
     """Continue a prompt."""
     options = {"max_new_tokens": max_new_tokens, **sampling.options()}
     if datastore_weight is not None and datastore is None:
-        raise ValueError(f"datastore_weight must not be given without datastore, got {datastore_weight}")
+        raise ValueError(
+            f"datastore_weight must not be given without datastore, got {datastore_weight}"
+        )
     store = Datastore(datastore) if datastore else None
     loaded, tokenizer = loading.load(model)
     with NearestNeighbours(loaded, store, weight=datastore_weight) if store else nullcontext():

@@ -16,7 +16,10 @@ HEADER = ("context (tokens)", "this model", "all layers attention", "ratio")
 
 
 def info(
-    model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of a model; weights are not loaded.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="Folder, Hub name or GGUF file of a model; weights are not loaded."),
+    ],
 ) -> None:
     """Show parameters, layers, and the size of the cache compared with the KV cache of the same Transformer."""
     config = load_config(found(model))
@@ -27,8 +30,17 @@ def info(
     console.out(f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}")
     rows = []
     for tokens in CONTEXTS:
-        ours, theirs = cache_bytes(config, tokens), kv_cache_bytes(config, tokens)
-        rows.append((f"{tokens:,}", f"{ours / 1e6:,.2f} MB", f"{theirs / 1e6:,.2f} MB", f"{ours / theirs:.2%}"))
-    ours, theirs = bytes_per_token(config), kv_cache_bytes(config, 1)
+        ours = cache_bytes(config, tokens)
+        theirs = kv_cache_bytes(config, tokens)
+        rows.append(
+            (
+                f"{tokens:,}",
+                f"{ours / 1e6:,.2f} MB",
+                f"{theirs / 1e6:,.2f} MB",
+                f"{ours / theirs:.2%}",
+            )
+        )
+    ours = bytes_per_token(config)
+    theirs = kv_cache_bytes(config, 1)
     rows.append(("each more", f"{ours:,} bytes", f"{theirs:,} bytes", f"{ours / theirs:.2%}"))
     print_table(rows, HEADER, title="memory of one sequence")

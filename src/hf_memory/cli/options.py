@@ -28,26 +28,42 @@ def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
-def after_file(context: typer.Context, parameter: typer.CallbackParam, words: list[str] | None) -> list[str]:
+def after_file(
+    context: typer.Context, parameter: typer.CallbackParam, words: list[str] | None
+) -> list[str]:
     """Words of the command line after those of the file, since the last value of a field counts."""
     return [*(context.default_map or {}).get(str(parameter.name), ()), *(words or ())]
 
 
 Option = Annotated[
     list[str] | None,
-    typer.Option("--option", "-o", help="name=value, an option of the student's config; may be repeated."),
+    typer.Option(
+        "--option", "-o", help="name=value, an option of the student's config; may be repeated."
+    ),
 ]
 MIXED = "With weights, as a.txt=0.7 and b.jsonl=0.3, windows are drawn from each in proportion"
 Texts = Annotated[
-    list[str], typer.Option("--text", help=f"Training text: {SOURCES}; may be repeated. {MIXED}. {GENERATED}.")
+    list[str],
+    typer.Option(
+        "--text", help=f"Training text: {SOURCES}; may be repeated. {MIXED}. {GENERATED}."
+    ),
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="Number of tokens of the text to read; default: all.", min=1)]
-MeasureTokens = Annotated[int, typer.Option(help="Number of held-out tokens on which models are compared.", min=1024)]
-Items = Annotated[int, typer.Option(help="Questions of each kind on which answers are scored; 0: none.", min=0)]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Number of tokens of the text to read; default: all.", min=1)
+]
+MeasureTokens = Annotated[
+    int, typer.Option(help="Number of held-out tokens on which models are compared.", min=1024)
+]
+Items = Annotated[
+    int, typer.Option(help="Questions of each kind on which answers are scored; 0: none.", min=0)
+]
 Checkpoints = Annotated[
-    Path | None, typer.Option(help="Folder for tokens and checkpoints; a stopped run resumes from it.")
+    Path | None,
+    typer.Option(help="Folder for tokens and checkpoints; a stopped run resumes from it."),
 ]
-LoraRank = Annotated[int | None, typer.Option(help="Fine-tune with LoRA of this rank; default: train all weights.")]
+LoraRank = Annotated[
+    int | None, typer.Option(help="Fine-tune with LoRA of this rank; default: train all weights.")
+]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 
 
@@ -59,20 +75,28 @@ class TrainingFlags:
     measure_tokens: MeasureTokens = 2**16
     assistant_only_loss: Annotated[
         bool,
-        typer.Option("--assistant-only-loss", help="Of conversations, learn to predict the assistant's turns only."),
+        typer.Option(
+            "--assistant-only-loss",
+            help="Of conversations, learn to predict the assistant's turns only.",
+        ),
     ] = False
     items: Items = ITEMS
     checkpoints: Checkpoints = None
     training: Annotated[
         list[str] | None,
         typer.Option(
-            "--training", "-t", help="name=value, an option of transformers' TrainingArguments; may be repeated."
+            "--training",
+            "-t",
+            help="name=value, an option of transformers' TrainingArguments; may be repeated.",
         ),
     ] = None
     overwrite: Annotated[bool, typer.Option(help="Replace the result of an earlier run.")] = False
-    dry_run: Annotated[bool, typer.Option(help="Check the arguments and print the plan; write nothing.")] = False
+    dry_run: Annotated[
+        bool, typer.Option(help="Check the arguments and print the plan; write nothing.")
+    ] = False
     device: Annotated[
-        str | None, typer.Option(help=f"With --dry-run, memory and time on {', '.join(DEVICES)}, or 8xh200.")
+        str | None,
+        typer.Option(help=f"With --dry-run, memory and time on {', '.join(DEVICES)}, or 8xh200."),
     ] = None
     config: Annotated[
         Path | None,
@@ -112,14 +136,17 @@ def _value(text: str) -> bool | int | float | str | list:
 
 def read_weights(texts: list[str]) -> tuple[list[str], list[float] | None]:
     """Sources of text without the weights that they may have, and these weights."""
-    sources, weights = [], []
+    sources = []
+    weights = []
     for text in texts:
         source, _, weight = text.rpartition("=")
         is_weighted = NUMBER.fullmatch(weight) and not Path(text).exists()
         sources.append(source if is_weighted else text)
         weights += [float(weight)] if is_weighted else []
     if weights and len(weights) < len(texts):
-        raise ValueError(f"all texts or none must have a weight, as a.txt=0.7, got {', '.join(texts)}")
+        raise ValueError(
+            f"all texts or none must have a weight, as a.txt=0.7, got {', '.join(texts)}"
+        )
     return sources, weights or None
 
 
@@ -129,7 +156,9 @@ def read_goal(words: str, recipe: Recipe) -> float:
     if name != "kl" or not NUMBER.fullmatch(value):
         raise ValueError(f"goal must be kl=NUMBER such as kl=0.05, got {words}")
     if recipe.keep is not None:
-        raise ValueError(f"goal must not be given with keep or servable, got {words} and {recipe.keep}")
+        raise ValueError(
+            f"goal must not be given with keep or servable, got {words} and {recipe.keep}"
+        )
     return float(value)
 
 
@@ -137,7 +166,9 @@ def found(model: str) -> str:
     """Check that a model is a folder, a GGUF file, or a name in the Hub's cache or on the Hub, with a short timeout."""
     if Path(model).is_dir() or find_gguf(model):
         return model
-    wanted = f"model must be a folder that exists or the name of a repository on the Hub, got {model}"
+    wanted = (
+        f"model must be a folder that exists or the name of a repository on the Hub, got {model}"
+    )
     if model.startswith(("/", ".", "~")):
         raise ValueError(wanted)
     if not isinstance(try_to_load_from_cache(model, CONFIG_NAME), str):

@@ -20,8 +20,16 @@ def signs_of_life() -> Iterator[Callable[[Progress], None]]:
     if not console.is_terminal:
         yield Lines()
         return
-    columns = rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), rich.MofNCompleteColumn()
-    times = rich.TimeElapsedColumn(), rich.TimeRemainingColumn(), rich.TextColumn("{task.fields[loss]}")
+    columns = (
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+    )
+    times = (
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[loss]}"),
+    )
     with rich.Progress(*columns, *times, console=console) as bars:
         yield Bars(bars)
 
@@ -48,7 +56,8 @@ class Lines:
     """Prints a line from time to time."""
 
     def __init__(self) -> None:
-        self.first, self.last = Progress("", 0, 0), Progress("", 0, 0)
+        self.first = Progress("", 0, 0)
+        self.last = Progress("", 0, 0)
         self.began = self.last_line = 0.0
 
     def __call__(self, now: Progress) -> None:
@@ -63,11 +72,15 @@ class Lines:
             or 10 * (now.done - self.last.done) >= now.total > 0
         ):
             console.print(self._line(now, moment - self.began), soft_wrap=True)
-            self.last, self.last_line = now, moment
+            self.last = now
+            self.last_line = moment
 
     def _line(self, now: Progress, seconds: float) -> str:
         rate = (now.done - self.first.done) / max(seconds, 1e-9)
-        words = [f"{now.task}: {now.done:,}" + (f"/{now.total:,}" if now.total else ""), *_losses(now)]
+        words = [
+            f"{now.task}: {now.done:,}" + (f"/{now.total:,}" if now.total else ""),
+            *_losses(now),
+        ]
         if now.tokens:
             words.append(f"{rate * now.tokens:,.0f} tokens/s")
         if now.total and rate:

@@ -15,7 +15,14 @@ from hf_memory.files.folders import RESULTS, check_regular
 
 RUN = "run.yaml"
 LONGEST = 2**16  # bytes of a file; usual ones have 2,000
-OF_ONE_CALL = {"config", "device", "dry_run", "goal", "overwrite", "help"}  # flags that do not change a result
+OF_ONE_CALL = {
+    "config",
+    "device",
+    "dry_run",
+    "goal",
+    "overwrite",
+    "help",
+}  # flags that do not change a result
 
 
 def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
@@ -33,18 +40,28 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
     """
     check_regular("config", file)
     if (size := file.stat().st_size) > LONGEST:
-        raise ValueError(f"config must be a file of at most {LONGEST:,} bytes, got {file} of {size:,} bytes")
+        raise ValueError(
+            f"config must be a file of at most {LONGEST:,} bytes, got {file} of {size:,} bytes"
+        )
     try:
         text = file.read_text(encoding="utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # few of them can stand for very much
+        if any(
+            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)
+        ):  # few of them can stand for very much
             raise ValueError("it has an alias (*name)")
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"config must be a YAML file, got {file}: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"config must be a YAML file, got {file}: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(content, dict):
-        raise ValueError(f"config must be a YAML file of names and values, got other content in {file}")
+        raise ValueError(
+            f"config must be a YAML file of names and values, got other content in {file}"
+        )
     by_name = {name: x for x in parameters if x.name not in OF_ONE_CALL for name in _names(x)}
-    given = {str(name).replace("-", "_"): value for name, value in content.items() if value is not None}
+    given = {
+        str(name).replace("-", "_"): value for name, value in content.items() if value is not None
+    }
     if unknown := sorted(set(given) - set(by_name)):
         flags = ", ".join(dict.fromkeys(_names(x)[0].replace("_", "-") for x in by_name.values()))
         raise ValueError(f"config must have names from {flags}, got {', '.join(unknown)}")
@@ -68,19 +85,30 @@ class Flags(NamedTuple):
 
     def are_unfinished(self, folder: Path, recipe: Recipe) -> bool:
         """Whether a folder has the model of a run with the same settings that was stopped while it was measured."""
-        file, results = folder / RUN, folder / RESULTS
+        file = folder / RUN
+        results = folder / RESULTS
         with suppress(ValueError):  # of a damaged file
-            if file.is_file() and results.is_file() and json.loads(results.read_text(encoding="utf-8")) == {}:
+            if (
+                file.is_file()
+                and results.is_file()
+                and json.loads(results.read_text(encoding="utf-8")) == {}
+            ):
                 return file.read_text(encoding="utf-8") == self._content(recipe)
         return False
 
     def _content(self, recipe: Recipe) -> str:
         option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
-        keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep or ())) or "none"
+        keep = (
+            recipe.keep
+            if isinstance(recipe.keep, str)
+            else ",".join(map(str, recipe.keep or ())) or "none"
+        )
         values = {**self.values, **vars(recipe), "keep": keep, "option": option or None}
         values |= {name: x._asdict() for name, x in recipe.schedules.items()}
         described = {
-            _names(x)[0].replace("_", "-"): str(values[x.name]) if isinstance(values[x.name], Path) else values[x.name]
+            _names(x)[0].replace("_", "-"): str(values[x.name])
+            if isinstance(values[x.name], Path)
+            else values[x.name]
             for x in self.parameters
             if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [], ())
         }

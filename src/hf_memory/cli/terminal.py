@@ -11,7 +11,11 @@ from rich.text import Text
 from hf_memory.files.names import visible
 
 IS_FIRST = os.environ.get("RANK", "0") == "0"  # only the first process of a launch prints
-PLAIN: dict = {"markup": False, "emoji": False, "highlight": False}  # text of users and models is not markup
+PLAIN: dict = {
+    "markup": False,
+    "emoji": False,
+    "highlight": False,
+}  # text of users and models is not markup
 
 
 class SafeConsole(Console):
@@ -22,12 +26,21 @@ class SafeConsole(Console):
         return super().render_str(visible(text), **options)
 
 
-console, errors = (SafeConsole(stderr=stderr, quiet=not IS_FIRST, **PLAIN) for stderr in (False, True))
+console, errors = (
+    SafeConsole(stderr=stderr, quiet=not IS_FIRST, **PLAIN) for stderr in (False, True)
+)
 
 
-def print_table(rows: Iterable[Sequence[str] | None], header: Sequence[str] = (), *, title: str) -> None:
+def print_table(
+    rows: Iterable[Sequence[str] | None], header: Sequence[str] = (), *, title: str
+) -> None:
     """Print rows of cells; None begins a new section."""
-    look: dict = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True, "show_header": bool(header)}
+    look: dict = {
+        "box": SIMPLE_HEAD,
+        "pad_edge": False,
+        "collapse_padding": True,
+        "show_header": bool(header),
+    }
     table = Table(*header, title=title, **look)
     for row in rows:
         table.add_section() if row is None else table.add_row(*row)

@@ -5,8 +5,10 @@ import sys
 from collections.abc import Generator
 from io import TextIOWrapper
 
-MARK_PASTES, LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # a terminal begins and ceases to mark what is pasted
-BEGIN, END = "\x1b[200~", "\x1b[201~"  # these marks
+MARK_PASTES = "\x1b[?2004h"
+LEAVE_PASTES = "\x1b[?2004l"  # a terminal begins and ceases to mark what is pasted
+BEGIN = "\x1b[200~"
+END = "\x1b[201~"  # these marks
 PROMPT = "> "
 
 
@@ -23,7 +25,9 @@ def turns() -> Generator[str, None, None]:
                 text += "\n" + line("")
             text = text.replace(BEGIN, "").replace(END, "").strip()
             if is_terminal:
-                print(MARK_PASTES, end="", flush=True)  # during the answer, too: readline has taken it back
+                print(
+                    MARK_PASTES, end="", flush=True
+                )  # during the answer, too: readline has taken it back
             if text:
                 yield text
     except EOFError:

@@ -60,10 +60,15 @@ class Job(NamedTuple):
     held_out: Text
     known: record.Record  # what a stopped call has measured
 
-    def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None, **how) -> Found:
+    def measure(
+        self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None, **how
+    ) -> Found:
         """Measure a model, and compare it with a teacher if there is one; further arguments are those of `evaluate`."""
-        found = record.row_of(self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}")
-        first, flags = next(iter(self.known["models"].values()))["found"], self.asked.training
+        found = record.row_of(
+            self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}"
+        )
+        first = next(iter(self.known["models"].values()))["found"]
+        flags = self.asked.training
         subject = Subject(
             model,
             self.held_out,
@@ -74,7 +79,12 @@ class Job(NamedTuple):
             items=flags.items,
             theirs={} if found is first else first,
         )
-        given: dict = {"tasks": OF_CARD, "found": found, "name": name, "report": self.asked.run.report}
+        given: dict = {
+            "tasks": OF_CARD,
+            "found": found,
+            "name": name,
+            "report": self.asked.run.report,
+        }
         return evaluate(subject, **given | how)
 
     def keep(self) -> None:
@@ -99,7 +109,10 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
         asked: what is asked for.
         make: makes the model; returns None in all processes except the first.
     """
-    with nullcontext() if asked.training.dry_run or not IS_FIRST else claimed(asked.output), _resumable(asked):
+    with (
+        nullcontext() if asked.training.dry_run or not IS_FIRST else claimed(asked.output),
+        _resumable(asked),
+    ):
         with signs_of_life() as report:
             job = _prepare(asked._replace(run=replace(asked.run, report=report)))
             made = None if asked.training.dry_run else make(job)
@@ -116,11 +129,15 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
 
 def _show_plan(job: Job) -> None:
     """Print the plan; the process ends with an error if it does not fit on the device that is asked about."""
-    rows, training, on = conversion.plan_rows(job.plan), job.asked.run.training, job.asked.training.device
+    rows = conversion.plan_rows(job.plan)
+    training = job.asked.run.training
+    on = job.asked.training.device
     print_table(rows + (device_rows(job.plan, training, on) if on else []), title="plan")
     if on and not fits(job.plan, training, on):
         print_table(advice_rows(job.plan, training, on), title=f"what fits on {on}, in this order")
-        raise ValueError(f"the plan must fit into the memory of {on}, got one that does not: see the table above")
+        raise ValueError(
+            f"the plan must fit into the memory of {on}, got one that does not: see the table above"
+        )
 
 
 @contextmanager
@@ -143,24 +160,34 @@ def how_to_resume(checkpoints: Path | None) -> str:
 
 def _prepare(asked: Asked) -> Job:
     """Check what is asked for, and read the text."""
-    recipe, run, output = asked.recipe, asked.run, asked.output
+    recipe = asked.recipe
+    run = asked.run
+    output = asked.output
     if (on := asked.training.device) and not (read_device(on) and asked.training.dry_run):
         raise ValueError(f"device must be given with dry_run only, got {on}")
     if recipe.teacher_bits and conversion.find_gguf(found(asked.scored_by or asked.model)):
-        raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
-    config, longest = conversion.load_config(found(asked.model)), max(x.length for x in recipe.schedules.values())
+        raise ValueError(
+            f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}"
+        )
+    config = conversion.load_config(found(asked.model))
+    longest = max(x.length for x in recipe.schedules.values())
     empty = torch.zeros(longest, dtype=torch.long)  # instead of the text
     scorer = None if asked.scored_by is None else _scorer(asked.scored_by, asked.model, config)
-    validates, plan = "eval_steps" in run.training, conversion.resolve(recipe, config, empty, scorer)
+    validates = "eval_steps" in run.training
+    plan = conversion.resolve(recipe, config, empty, scorer)
     if resumed := asked.flags.are_unfinished(output, plan.recipe):
-        asked = asked._replace(training=replace(asked.training, overwrite=True))  # the result of this very command
+        asked = asked._replace(
+            training=replace(asked.training, overwrite=True)
+        )  # the result of this very command
     if not asked.training.dry_run:  # which may be on another machine
         check_bitsandbytes(recipe.teacher_bits)
     checked = replace(run, validation=empty if validates else None)
     conversion.check_run(plan, checked, output=output, overwrite=asked.training.overwrite)
     if asked.servable:
         find_target(plan.student)  # type: ignore[arg-type]
-    tokenizer = conversion.load_tokenizer(asked.model)  # after the checks, since reading a text may take long
+    tokenizer = conversion.load_tokenizer(
+        asked.model
+    )  # after the checks, since reading a text may take long
     tokens, held_out = split(_read(asked, tokenizer))
     if validates:
         tokens, validation = split(tokens)
@@ -180,7 +207,10 @@ def _read(asked: Asked, tokenizer) -> Text:
     """The text, whose tokens are kept beside the checkpoints if there are any."""
     (texts, weights), checkpoints = read_weights(asked.text), asked.run.checkpoints
     sources = [_written(source, asked, tokenizer) for source in texts]
-    how: dict = {"limit": asked.training.max_tokens, "assistant_only": asked.training.assistant_only_loss}
+    how: dict = {
+        "limit": asked.training.max_tokens,
+        "assistant_only": asked.training.assistant_only_loss,
+    }
     how |= {"weights": weights, "report": asked.run.report}
     if checkpoints is None or asked.training.dry_run:
         return conversion.read_tokens(sources, tokenizer, **how)
@@ -201,7 +231,13 @@ def _smallest(asked: Asked, kl: float, tokens: Text) -> Recipe:
         )
         for recipe, cache, found in tried
     ]
-    header = "heads", "window", "tokens kept", f"cache at {CONTEXT:,} / teacher's", "KL before training"
+    header = (
+        "heads",
+        "window",
+        "tokens kept",
+        f"cache at {CONTEXT:,} / teacher's",
+        "KL before training",
+    )
     print_table(rows, header, title=f"the smallest student with kl={kl:g}")
     return tried[-1].recipe
 
@@ -211,7 +247,9 @@ def _scorer(name: str, teacher_name: str, teacher: PreTrainedConfig) -> PreTrain
     scorer = conversion.load_config(found(name))
     ours, theirs = (conversion.load_tokenizer(x).get_vocab() for x in (teacher_name, name))
     if ours != theirs or scorer.vocab_size < teacher.vocab_size:
-        raise ValueError(f"scored_by must be a model with the teacher's vocabulary, got {name} with another")
+        raise ValueError(
+            f"scored_by must be a model with the teacher's vocabulary, got {name} with another"
+        )
     scorer.vocab_size = teacher.vocab_size
     return scorer
 
@@ -222,7 +260,9 @@ def _written(source: str, asked: Asked, tokenizer) -> str:
     if wanted is None:
         return source
     if asked.training.dry_run:
-        raise ValueError(f"text must exist for a dry run, got {source}, which the teacher would have to generate")
+        raise ValueError(
+            f"text must exist for a dry run, got {source}, which the teacher would have to generate"
+        )
     folder, (num_tokens, prompts) = asked.output.with_name(f"{asked.output.name}-text"), wanted
     teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
     how: dict = {"prompts": prompts, "seed": asked.recipe.seed, "report": asked.run.report}
@@ -232,7 +272,8 @@ def _written(source: str, asked: Asked, tokenizer) -> str:
 
 def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
     """Write a model with its run file, then measure it, which may take long."""
-    asked, checkpoints = job.asked, job.asked.run.checkpoints
+    asked = job.asked
+    checkpoints = job.asked.run.checkpoints
     goes_on = how_to_resume(checkpoints)
     with (
         written("result", asked.output, f"what was there is unchanged, and {goes_on}"),
@@ -242,12 +283,17 @@ def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
         if made.adapter is not None:
             shutil.copytree(made.adapter, folder / "adapter")
         asked.flags.write(folder, made.plan.recipe)
-    rows, file = dict(made.measure()), conversion.find_gguf(asked.model)
+    rows = dict(made.measure())
+    file = conversion.find_gguf(asked.model)
     names = {
         "teacher": asked.model if file is None else file.name,
-        "text": ", ".join(Path(x).name if Path(x).exists() else x for x in read_weights(asked.text)[0]),
+        "text": ", ".join(
+            Path(x).name if Path(x).exists() else x for x in read_weights(asked.text)[0]
+        ),
     }
-    results = conversion.results_of(made.plan, made.losses, rows, **names, training=asked.run.training)
+    results = conversion.results_of(
+        made.plan, made.losses, rows, **names, training=asked.run.training
+    )
     if file:
         weights = made.plan.teacher_parameters or made.plan.student_parameters
         results.recipe["teacher_weights"] = conversion.describe_weights(file, weights)
@@ -262,10 +308,16 @@ def device() -> str:
 def split(tokens: Text) -> tuple[Text, Text]:
     """The training text, and the held-out text: the last tenth of each part, or less if that is enough."""
     if len(tokens) < MINIMUM:
-        raise ValueError(f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}")
-    parts = [(x, len(x) - max(1, min(len(x) // 10, MAXIMUM // len(tokens.parts)))) for x in tokens.parts]
+        raise ValueError(
+            f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}"
+        )
+    parts = [
+        (x, len(x) - max(1, min(len(x) // 10, MAXIMUM // len(tokens.parts)))) for x in tokens.parts
+    ]
     sides = [x[:end] for x, end in parts], [x[end:] for x, end in parts]
-    train, held_out = (Text.mixed(texts, tokens.weights) if tokens.mixture else texts[0] for texts in sides)
+    train, held_out = (
+        Text.mixed(texts, tokens.weights) if tokens.mixture else texts[0] for texts in sides
+    )
     return train, held_out
 
 
@@ -273,7 +325,8 @@ def print_results(results: conversion.Results) -> None:
     """Print the results of all models, first the scores of their answers."""
     if scores := score_table(results):
         print_table(scores, SCORE_HEADER, title="scores of answers")
-    rows, models = table(results), len(results.rows)
+    rows = table(results)
+    models = len(results.rows)
     sections = ((None, *rows[i : i + models]) for i in range(0, len(rows), models))
     print_table(chain.from_iterable(sections), HEADER, title="on held-out text, by length")
     console.print(RATIO_BELOW)

@@ -22,7 +22,8 @@ class SamplingFlags:
     """Flags of how tokens are sampled."""
 
     temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; default: the model's generation config.")
+        float | None,
+        typer.Option(help="Sampling temperature; default: the model's generation config."),
     ] = None
     top_p: Annotated[
         float | None,
@@ -31,9 +32,14 @@ class SamplingFlags:
         ),
     ] = None
     top_k: Annotated[
-        int | None, typer.Option(help="Sample from this many most likely tokens, 0 for all; default: the model's.")
+        int | None,
+        typer.Option(
+            help="Sample from this many most likely tokens, 0 for all; default: the model's."
+        ),
     ] = None
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token instead of sampling.")] = False
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Take the most likely token instead of sampling.")
+    ] = False
     seed: Seed = 0
 
     def options(self) -> dict:
@@ -51,9 +57,12 @@ class SamplingFlags:
 class LoadingFlags:
     """Flags of where a model runs, and in which dtype."""
 
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")] = None
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")
+    ] = None
     dtype: Annotated[
-        str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}; auto: as they were saved.")
+        str,
+        typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}; auto: as they were saved."),
     ] = "auto"
 
     def load(self, model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -63,14 +72,18 @@ class LoadingFlags:
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             torch.zeros(1, device=device).item()
-        except (RuntimeError, AssertionError) as error:  # unknown or missing devices, and those without numbers
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as error:  # unknown or missing devices, and those without numbers
             raise ValueError(f"device must be available to torch, got {device}: {error}") from error
         if conversion.find_gguf(found(model)):
             loaded = conversion.load_teacher(model).eval()
             loaded = loaded if self.dtype == "auto" else loaded.to(getattr(torch, self.dtype))
         else:
             loaded = load_model(model, dtype=self.dtype)
-        tokenizer, size = conversion.load_tokenizer(model), loaded.config.get_text_config().vocab_size
+        tokenizer = conversion.load_tokenizer(model)
+        size = loaded.config.get_text_config().vocab_size
         if tokenizer.vocab_size > size:
             raise ValueError(
                 f"the tokenizer of {model} must be the model's, whose embedding has {size} tokens, got one with "
@@ -104,7 +117,9 @@ class Writer(TextStreamer):
             errors.out(f"{len(self.times)} tokens, {rate:.1f} tokens/s")
 
 
-def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, **options) -> Writer:
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, **options
+) -> Writer:
     """Print a prompt and the model's continuation; the options are those of `generate`."""
     read = tokenizer(prompt, return_tensors="pt").to(model.device)
     if not read["input_ids"].numel():

@@ -42,7 +42,9 @@ def reading_checkpoint(checkpoint: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever torch raises for a damaged file
-        raise _damaged(Path(checkpoint), str(error).split("\n")[0] or type(error).__name__) from error
+        raise _damaged(
+            Path(checkpoint), str(error).split("\n")[0] or type(error).__name__
+        ) from error
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -62,13 +64,17 @@ def check_checkpoint(folder: Path) -> None:
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     step = state.get("global_step") if isinstance(state, dict) else None
     if type(step) is not int or folder.name != f"checkpoint-{step}":
-        raise _damaged(folder / STATE, f"global_step must be that of the folder's name, got {step!r}")
+        raise _damaged(
+            folder / STATE, f"global_step must be that of the folder's name, got {step!r}"
+        )
 
 
 def _damaged(path: Path, reason: str) -> ValueError:
     folder = path if path.is_dir() else path.parent
     goes_on = "the same run then goes on from the checkpoint before it, or begins again"
-    return ValueError(f"{path} is damaged ({reason}): delete the folder {folder.name}, and {goes_on}")
+    return ValueError(
+        f"{path} is damaged ({reason}): delete the folder {folder.name}, and {goes_on}"
+    )
 
 
 def claim(folder: Path, description: dict[str, Any]) -> None:
@@ -83,10 +89,13 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
         ValueError: if the folder has checkpoints of a run with other arguments, or of an unknown run.
     """
     check_claimable(folder)
-    file, described = folder / FINGERPRINT, describe(description)
+    file = folder / FINGERPRINT
+    described = describe(description)
     if _work(folder):
         before = _record(file)
-        if others := sorted(name for name in described | before if described.get(name) != before.get(name)):
+        if others := sorted(
+            name for name in described | before if described.get(name) != before.get(name)
+        ):
             raise ValueError(
                 f"checkpoints must be of the same run, got {folder} of one with another {' and '.join(others)}"
             )
@@ -102,7 +111,9 @@ def _record(file: Path) -> dict[str, str]:
     with suppress(ValueError, RecursionError):
         record = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(record, dict):
-        raise ValueError(f"{file} is damaged: delete the folder {file.parent}, and the run begins again")
+        raise ValueError(
+            f"{file} is damaged: delete the folder {file.parent}, and the run begins again"
+        )
     return record
 
 
@@ -112,9 +123,13 @@ def check_claimable(folder: Path) -> None:
     This run might delete the former, and would write where the latter point to.
     """
     if links := [found for found in folder.rglob("*") if found.is_symlink()]:
-        raise ValueError(f"checkpoints must be in a folder without symbolic links, got {folder} with {links[0].name}")
+        raise ValueError(
+            f"checkpoints must be in a folder without symbolic links, got {folder} with {links[0].name}"
+        )
     if (found := _work(folder)) and not (folder / FINGERPRINT).exists():
-        raise ValueError(f"checkpoints must be in a folder of their own, got {folder}, which has a {found[0].name}")
+        raise ValueError(
+            f"checkpoints must be in a folder of their own, got {folder}, which has a {found[0].name}"
+        )
 
 
 def describe(description: dict[str, Any]) -> dict[str, str]:
@@ -131,4 +146,8 @@ def _words(value: Any) -> str:
         return tokens_fingerprint(value)
     if isinstance(value, PreTrainedModel):
         return model_fingerprint(value)
-    return value if isinstance(value, str) else repr(list(value) if isinstance(value, Collection) else value)
+    return (
+        value
+        if isinstance(value, str)
+        else repr(list(value) if isinstance(value, Collection) else value)
+    )

@@ -17,7 +17,11 @@ from hf_memory.conversion.stages.fine_tuning import fine_tune
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import SINKS, WINDOW, build
-from hf_memory.conversion.students.heads import HeadScore, rank_heads_by_predictions, rank_heads_by_retrieval
+from hf_memory.conversion.students.heads import (
+    HeadScore,
+    rank_heads_by_predictions,
+    rank_heads_by_retrieval,
+)
 from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
@@ -99,13 +103,19 @@ def convert(
     losses = {}
     for stage in plan.stages:
         scores = scorer if scorer and stage.slot == "distillation" else observed
-        losses[stage.name] = _learn(stage, student, scores, tokens, plan, run.of(stage.slot, plan.later(stage)))
+        losses[stage.name] = _learn(
+            stage, student, scores, tokens, plan, run.of(stage.slot, plan.later(stage))
+        )
     student.config.use_cache = True  # the Trainer turns it off
     return Conversion(student, plan, weights, losses)
 
 
 def untrained_student(
-    teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, *, quantized: PreTrainedModel | None = None
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    plan: Plan,
+    *,
+    quantized: PreTrainedModel | None = None,
 ) -> tuple[MemoryForCausalLM, CarriedWeights]:
     """The student of a plan as it is before its stages, to compare it with the trained one.
 
@@ -118,11 +128,17 @@ def untrained_student(
     observed = quantized or teacher.eval()
     student = build(plan.student, teacher, plan.recipe.seed)
     student.to(observed.device)  # type: ignore[arg-type]
-    return student, start_near(student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact)
+    return student, start_near(
+        student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact
+    )
 
 
 def ranked_heads(
-    teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, *, report: Callable[[Progress], None] = silent
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    plan: Plan,
+    *,
+    report: Callable[[Progress], None] = silent,
 ) -> list[HeadScore]:
     """All heads of a teacher, those first that should keep everything in the student of a plan.
 
@@ -141,11 +157,14 @@ def ranked_heads(
     return rank_heads_by_predictions(teacher, tokens, window=window, first=first, report=report)
 
 
-def _ranked_once(teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Run) -> list[HeadScore]:
+def _ranked_once(
+    teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Run
+) -> list[HeadScore]:
     """The ranking of heads, which a run that is resumed finds beside its checkpoints."""
     if run.checkpoints is None:
         return ranked_heads(teacher, tokens, plan, report=run.report)
-    file, this_run = run.checkpoints / RANKING, (run.checkpoints / FINGERPRINT).read_text(encoding="utf-8")
+    file = run.checkpoints / RANKING
+    this_run = (run.checkpoints / FINGERPRINT).read_text(encoding="utf-8")
     if file.exists():
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["run"] == this_run:
@@ -158,21 +177,36 @@ def _ranked_once(teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, ru
 
 
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:
-    planned, given = (shared_options(config) | {"dtype": None} for config in (plan.teacher, teacher.config))
+    planned, given = (
+        shared_options(config) | {"dtype": None} for config in (plan.teacher, teacher.config)
+    )
     if others := sorted(name for name in given if given[name] != planned.get(name)):
-        raise ValueError(f"teacher must be the one of the plan, got one with another {' and '.join(others)}")
+        raise ValueError(
+            f"teacher must be the one of the plan, got one with another {' and '.join(others)}"
+        )
     if len(tokens) != plan.num_tokens:
         raise ValueError(f"tokens must be the {plan.num_tokens} of the plan, got {len(tokens)}")
 
 
 def _learn(
-    stage: Stage, student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Run
+    stage: Stage,
+    student: MemoryForCausalLM,
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    plan: Plan,
+    run: Run,
 ) -> History:
     """Run one stage."""
-    schedule, seed, temperature = stage.schedule, stage.seed, plan.recipe.temperature
+    schedule = stage.schedule
+    seed = stage.seed
+    temperature = plan.recipe.temperature
     if stage.slot == "transfer":
         return attention_transfer(student, teacher, tokens, schedule, seed=seed, run=run)
     if stage.slot == "fine_tuning":
         return fine_tune(student, tokens, schedule, lora_rank=stage.lora_rank, seed=seed, run=run)
-    loss: dict = {"temperature": temperature, "cross_entropy": stage.cross_entropy, "train": plan.recipe.train}
+    loss: dict = {
+        "temperature": temperature,
+        "cross_entropy": stage.cross_entropy,
+        "train": plan.recipe.train,
+    }
     return distill(student, teacher, tokens, schedule, **loss, seed=seed, run=run)

@@ -30,12 +30,16 @@ from hf_memory.conversion.stages.fine_tuning import own_learners
 from hf_memory.conversion.stages.sharding import is_sharded, processes
 from hf_memory.conversion.stages.trainer import only_these_learn
 from hf_memory.conversion.stages.transfer import AttentionTransfer
-from hf_memory.files.memory import memory_for
+from hf_memory.files.ram import memory_for
 
 TINY = 1000  # times its weights is more than a student needs
-UTILISATION = 0.35  # assumed part of a device's peak that matrix products reach, all other work included
+UTILISATION = (
+    0.35  # assumed part of a device's peak that matrix products reach, all other work included
+)
 COUNTED = "counted"  # transformers' name of the experts here
-FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # attention of the CPU, where layers are traced
+FUSED = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+)  # attention of the CPU, where layers are traced
 
 
 class Device(NamedTuple):
@@ -62,7 +66,9 @@ def read_device(words: str) -> tuple[int, Device]:
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(\w+)", words.lower())
     if match is None or match[2] not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, or several such as 8xh200, got {words}")
+        raise ValueError(
+            f"device must be one of {', '.join(DEVICES)}, or several such as 8xh200, got {words}"
+        )
     return int(match[1] or 1), DEVICES[match[2]]
 
 
@@ -94,7 +100,9 @@ class Cost(NamedTuple):
     tokens: int
     flops: float
 
-    def seconds(self, device: Device, processes: int = 1, utilisation: float = UTILISATION) -> float:
+    def seconds(
+        self, device: Device, processes: int = 1, utilisation: float = UTILISATION
+    ) -> float:
         """The time of the stage on so many devices."""
         return self.flops / (processes * utilisation * device.flops)
 
@@ -113,11 +121,17 @@ def costs(plan: Plan, training: Mapping[str, Any] = {}, *, processes: int = 1) -
 
 def check_memory(plan: Plan, run: Run, device: torch.device) -> None:
     """Raise ValueError if a stage needs more memory than a device has for this process; other models hold theirs."""
-    free, number = memory_for(device), processes().num_processes
-    if TINY * BYTES * plan.student_parameters < free or os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true":
+    free = memory_for(device)
+    number = processes().num_processes
+    if (
+        TINY * BYTES * plan.student_parameters < free
+        or os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
+    ):
         return
     for cost in costs(plan, run.training, processes=number if is_sharded() else 1):
-        held = sum(size for name, size in cost.parts.items() if name not in ("activations", "logits"))
+        held = sum(
+            size for name, size in cost.parts.items() if name not in ("activations", "logits")
+        )
         is_counted = number == 1 and not cost.stage.schedule.chunk_length  # or else needs less
         if (cost.peak if is_counted else held) > free:
             parts = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in cost.parts.items())
@@ -129,12 +143,18 @@ def check_memory(plan: Plan, run: Run, device: torch.device) -> None:
 
 
 def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int) -> Cost:
-    half, again = bool(training.get("bf16")), bool(training.get("activation_checkpointing"))
-    rows = max(1, stage.schedule.batch_size // (processes * training.get("gradient_accumulation_steps", 1)))
+    half = bool(training.get("bf16"))
+    again = bool(training.get("activation_checkpointing"))
+    rows = max(
+        1, stage.schedule.batch_size // (processes * training.get("gradient_accumulation_steps", 1))
+    )
     shape = rows, stage.schedule.length
-    learner, teacher = _learner(stage, plan, shape, half, again), Work(0, 0)
+    learner = _learner(stage, plan, shape, half, again)
+    teacher = Work(0, 0)
     if stage.slot == "distillation" and stage.cross_entropy < 1:
-        teacher = _over_layers([plan.scorer or plan.teacher], partial(_of_model, shape=shape, half=half))
+        teacher = _over_layers(
+            [plan.scorer or plan.teacher], partial(_of_model, shape=shape, half=half)
+        )
     logits = _logits(stage, plan, shape, half)
     reads_teacher = teacher.flops > 0 or stage.slot == "transfer"
     parts = {
@@ -155,16 +175,20 @@ def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int)
 def _learner(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool, again: bool) -> Work:
     """What learns, without a head; with activation checkpointing the inputs of its layers, and one layer."""
     student = _keeping_alike(plan.student)
-    configs, run = [student], partial(_of_model, shape=shape, half=half)
+    configs = [student]
+    run = partial(_of_model, shape=shape, half=half)
     if stage.slot == "transfer":
-        configs, run = [student, plan.teacher], partial(_of_transfer, shape=shape, half=half)
+        configs = [student, plan.teacher]
+        run = partial(_of_transfer, shape=shape, half=half)
     elif stage.slot == "distillation" and lora_rank_of(plan.recipe.train) is None:
         run = partial(run, train=plan.recipe.train)
     whole = _over_layers(configs, run)
     if not again:
         return whole
     inputs = _over_layers(configs, partial(run, again=True))
-    return Work(inputs.saved + (whole.saved - inputs.saved) / plan.student.num_hidden_layers, whole.flops)
+    return Work(
+        inputs.saved + (whole.saved - inputs.saved) / plan.student.num_hidden_layers, whole.flops
+    )
 
 
 def _keeping_alike(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -180,19 +204,25 @@ def _logits(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool) -> Wor
     """The head and the loss of all models that a stage runs: both logits, and gradients twice, of a slice of tokens."""
     if stage.slot == "transfer":
         return Work(0, 0)
-    size, tokens, vocabulary = BYTES // 2 if half else BYTES, shape[0] * shape[1], plan.student.vocab_size
+    size = BYTES // 2 if half else BYTES
+    tokens = shape[0] * shape[1]
+    vocabulary = plan.student.vocab_size
     product = 2 * tokens * vocabulary * plan.student.hidden_size
     if stage.slot == "fine_tuning":  # the logits of all tokens, in float32 for the loss
         return Work(tokens * vocabulary * (2 * BYTES + size), 3 * product)
     models = 2 if stage.cross_entropy < 1 else 1
     head = BYTES * vocabulary * plan.student.hidden_size  # its gradient, summed over slices
-    return Work(min(SLICE, tokens * vocabulary) * size * (2 + models) + head, (2 + models) * product)
+    return Work(
+        min(SLICE, tokens * vocabulary) * size * (2 + models) + head, (2 + models) * product
+    )
 
 
 def _over_layers(configs: Sequence[PreTrainedConfig], run: Callable[..., Work]) -> Work:
     """The work of models that are run together, from models with one layer of each kind, and with one of them twice."""
     lists = [
-        [len(x) if isinstance(x, list) else x for x in values]  # of full heads, only their number matters
+        [
+            len(x) if isinstance(x, list) else x for x in values
+        ]  # of full heads, only their number matters
         for config in configs
         for values in _per_layer(config).values()
     ]
@@ -208,21 +238,31 @@ def _over_layers(configs: Sequence[PreTrainedConfig], run: Callable[..., Work]) 
 
 def _per_layer(config: PreTrainedConfig) -> dict[str, list]:
     """The fields of a config that have a value for each layer."""
-    return {name: x for name, x in vars(config).items() if isinstance(x, list) and len(x) == config.num_hidden_layers}
+    return {
+        name: x
+        for name, x in vars(config).items()
+        if isinstance(x, list) and len(x) == config.num_hidden_layers
+    }
 
 
 def _with_layers(config: PreTrainedConfig, layers: list[int]) -> PreTrainedConfig:
     """A config with some of the layers."""
     lists = {name: [values[i] for i in layers] for name, values in _per_layer(config).items()}
     config = copy.deepcopy(config)
-    config.num_hidden_layers, config.dtype = len(layers), torch.float32
+    config.num_hidden_layers = len(layers)
+    config.dtype = torch.float32
     for name, values in lists.items():
         setattr(config, name, values)
     return config
 
 
 def _of_model(
-    config: PreTrainedConfig, *, shape: tuple[int, int], half: bool, again: bool = False, train: str = "all"
+    config: PreTrainedConfig,
+    *,
+    shape: tuple[int, int],
+    half: bool,
+    again: bool = False,
+    train: str = "all",
 ) -> Work:
     """A model without its head, of which learns what `train` of a recipe says."""
     with FakeTensorMode():
@@ -250,19 +290,31 @@ ALL_EXPERTS_FUNCTIONS.register(COUNTED, _first_expert)
 
 
 def _of_transfer(
-    student: PreTrainedConfig, teacher: PreTrainedConfig, *, shape: tuple[int, int], half: bool, again: bool = False
+    student: PreTrainedConfig,
+    teacher: PreTrainedConfig,
+    *,
+    shape: tuple[int, int],
+    half: bool,
+    again: bool = False,
 ) -> Work:
     """The mixers of a student, and its teacher without its head, whose forward pass counts as a third of one here."""
     with FakeTensorMode():
         models = [_counted(config) for config in (student, teacher)]
         transfer = AttentionTransfer(*models)  # type: ignore[arg-type]
-        errors = lambda ids: [F.mse_loss(output, target) for _, output, target in transfer.outputs(ids)]  # noqa: E731
+
+        def errors(ids: Tensor) -> list[Tensor]:
+            return [F.mse_loss(output, target) for _, output, target in transfer.outputs(ids)]
+
         both = _traced(transfer, errors, shape, half, again)
-        alone = _traced(models[1], lambda ids: models[1].model(ids, use_cache=False), shape, half, False)
+        alone = _traced(
+            models[1], lambda ids: models[1].model(ids, use_cache=False), shape, half, False
+        )
     return Work(both.saved, both.flops - alone.flops * 2 / 3)
 
 
-def _traced(model: nn.Module, run: Callable[[Tensor], Any], shape: tuple[int, int], half: bool, again: bool) -> Work:
+def _traced(
+    model: nn.Module, run: Callable[[Tensor], Any], shape: tuple[int, int], half: bool, again: bool
+) -> Work:
     """The work of one forward pass of a model for tokens of this shape."""
     weights = {x.untyped_storage()._cdata for x in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
@@ -277,7 +329,11 @@ def _traced(model: nn.Module, run: Callable[[Tensor], Any], shape: tuple[int, in
     ids = torch.zeros(shape, dtype=torch.long)
     fused = {FUSED: lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value)}
     rounded = torch.autocast("cpu", torch.bfloat16, enabled=half)
-    with rounded, saved_tensors_hooks(save, lambda x: x), FlopCounterMode(display=False, custom_mapping=fused) as count:
+    with (
+        rounded,
+        saved_tensors_hooks(save, lambda x: x),
+        FlopCounterMode(display=False, custom_mapping=fused) as count,
+    ):
         run(ids)
     size = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
     return Work(size, count.get_total_flops())

@@ -8,7 +8,8 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.files.text import Text, check_length
 
 EVALUATED = 32  # windows in an evaluation
-DRAWN, TRIES = 1024, 64  # places that are drawn at once, and how often, to find one before a target
+DRAWN = 1024
+TRIES = 64  # places that are drawn at once, and how often, to find one before a target
 
 
 class TokenWindows(Dataset):
@@ -21,11 +22,18 @@ class TokenWindows(Dataset):
     """
 
     def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0):
-        self.text, self.schedule, self.seed = Text.of(tokens), schedule, seed
-        parts, generator = self.text.parts, torch.Generator().manual_seed(seed)
+        self.text = Text.of(tokens)
+        self.schedule = schedule
+        self.seed = seed
+        parts = self.text.parts
+        generator = torch.Generator().manual_seed(seed)
         self.starts = torch.zeros(schedule.steps * schedule.batch_size, dtype=torch.long)
         weights = torch.tensor(self.text.weights, dtype=torch.float64)
-        sources = weights.multinomial(len(self.starts), True, generator=generator) if len(parts) > 1 else self.starts
+        sources = (
+            weights.multinomial(len(self.starts), True, generator=generator)
+            if len(parts) > 1
+            else self.starts
+        )
         offset = 0
         for i, part in enumerate(parts):
             check_length(part, schedule.length)
@@ -35,34 +43,45 @@ class TokenWindows(Dataset):
 
     def _places(self, text: Text, count: int, generator: torch.Generator) -> Tensor:
         """[count], where windows of one text begin that have a target also if they are the shortest."""
-        number, found = len(text) - self.schedule.length + 1, torch.empty(0, dtype=torch.long)
+        number = len(text) - self.schedule.length + 1
+        found = torch.empty(0, dtype=torch.long)
         if text.targets is None:
             return torch.randint(number, (count,), generator=generator)
         tries = 0
         while len(found) < count:
-            places, tries = torch.randint(number, (DRAWN,), generator=generator), tries + 1
+            places = torch.randint(number, (DRAWN,), generator=generator)
+            tries = tries + 1
             found = torch.cat([found, places[text.predicts(places, self.schedule.lengths[0])]])
             if tries == TRIES and not len(found):
-                raise ValueError("text must have messages of an assistant if the loss is of these only, got none")
+                raise ValueError(
+                    "text must have messages of an assistant if the loss is of these only, got none"
+                )
         return found[:count]
 
     def for_evaluation(self, text: Text | Tensor) -> "TokenWindows":
         """Windows of another text, of the same length, on which a loss is evaluated."""
-        schedule = self.schedule._replace(steps=1, batch_size=EVALUATED, repeats=0.0, start_length=0)
+        schedule = self.schedule._replace(
+            steps=1, batch_size=EVALUATED, repeats=0.0, start_length=0
+        )
         return TokenWindows(text, schedule, self.seed)
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        schedule, start, step = self.schedule, int(self.starts[index]), index // self.schedule.batch_size
-        length, repeats = schedule.length_in(step), schedule.repeats
-        is_apart, repeated = self.is_apart, int((index + 1) * repeats) > int(index * repeats)
+        schedule = self.schedule
+        start = int(self.starts[index])
+        step = index // self.schedule.batch_size
+        length = schedule.length_in(step)
+        repeats = schedule.repeats
+        is_apart = self.is_apart
+        repeated = int((index + 1) * repeats) > int(index * repeats)
         row = self.text.row(start, length, whole=repeated or not is_apart)
         if (row["labels"][1:] == -100).all():  # of the documents apart
             row = self.text.row(start, length, whole=True)
         if repeated:
-            size, first = length // 4, len(self.text.start)
+            size = length // 4
+            first = len(self.text.start)
             for name in ("input_ids", "labels"):
                 row[name][length - size :] = row["input_ids"][first : first + size].clone()
         return row if is_apart else {name: row[name] for name in ("input_ids", "labels")}

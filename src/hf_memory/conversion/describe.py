@@ -65,14 +65,19 @@ def _warnings(plan: Plan) -> Iterator[str]:
             f"The cache is {share:.0%} of the teacher's, so that nothing is saved: choose another --to, such as "
             "attention, whose heads have windows."
         )
-    has_none = set(layer_types(plan.student)) == {"memory"} and not getattr(plan.student, "sliding_window", None)
+    has_none = set(layer_types(plan.student)) == {"memory"} and not getattr(
+        plan.student, "sliding_window", None
+    )
     if has_none and not (plan.ranked or plan.ranked_heads) and share < NO_SMALLER:
         yield (
             "No layer has attention, so that the student recalls little of a long text: --keep 1/4 or --keep auto "
             "keeps it in some layers."
         )
     has_transfer = any(stage.slot == "transfer" for stage in plan.stages)
-    if plan.recipe.transfer not in (TRANSFER_SCHEDULE, plan.recipe.transfer._replace(steps=0)) and not has_transfer:
+    if (
+        plan.recipe.transfer not in (TRANSFER_SCHEDULE, plan.recipe.transfer._replace(steps=0))
+        and not has_transfer
+    ):
         yield "There is no attention transfer, since no layer has a memory to train: --transfer has no effect."
 
 
@@ -101,7 +106,8 @@ def advice_rows(plan: Plan, training: Mapping[str, Any], words: str) -> list[tup
     They come in the order of what they cost the student: the first gives the same student more slowly.
     """
     number, device = read_device(words)
-    rows, training = list[tuple[str, str]](), dict(training)
+    rows = list[tuple[str, str]]()
+    training = dict(training)
     for measure, change in MEASURES.items():
         changed = change(plan, training)
         if changed is None:
@@ -113,17 +119,24 @@ def advice_rows(plan: Plan, training: Mapping[str, Any], words: str) -> list[tup
         rows.append((f"and {measure}" if rows else measure, size))
         if enough:
             return rows
-    return [*rows, ("and", f"more or larger devices than {words}, or a smaller batch_size or length")]
+    return [
+        *rows,
+        ("and", f"more or larger devices than {words}, or a smaller batch_size or length"),
+    ]
 
 
 def _checkpointing(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
-    if training.get("activation_checkpointing") or any(x.schedule.chunk_length for x in plan.stages):
+    if training.get("activation_checkpointing") or any(
+        x.schedule.chunk_length for x in plan.stages
+    ):
         return None
     return plan, {**training, "activation_checkpointing": True}
 
 
 def _half_precision(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
-    return None if training.get("bf16") or training.get("fp16") else (plan, {**training, "bf16": True})
+    return (
+        None if training.get("bf16") or training.get("fp16") else (plan, {**training, "bf16": True})
+    )
 
 
 def _few_bits(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
@@ -134,7 +147,11 @@ def _few_bits(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
 def _lora(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
     if plan.recipe.to is None:
         return None if plan.recipe.lora_rank else _planned(plan, training, lora_rank=8)
-    return _planned(plan, training, train="lora:8") if lora_rank_of(plan.recipe.train) is None else None
+    return (
+        _planned(plan, training, train="lora:8")
+        if lora_rank_of(plan.recipe.train) is None
+        else None
+    )
 
 
 def _planned(plan: Plan, training: dict, **options) -> tuple[Plan, dict]:
@@ -157,12 +174,19 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
     parts = [stage.cross_entropy for stage in plan.stages if stage.slot == "distillation"]
     named: dict[str, Any] = {"student": recipe.to}
     named |= {stage.name: str(stage.schedule) for stage in plan.stages}
-    named |= {"temperature": recipe.temperature if parts and parts[0] < 1 else None, "lora_rank": recipe.lora_rank}
+    named |= {
+        "temperature": recipe.temperature if parts and parts[0] < 1 else None,
+        "lora_rank": recipe.lora_rank,
+    }
     named |= {"train": recipe.train if parts else None}
     named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits}
     named |= {"kept_layers": _kept(plan) if recipe.to else None, "seed": recipe.seed}
     spread = {"num_kept_tokens": plan.student.num_kept_tokens} if recipe.spread_kept else {}
-    return {name: x for name, x in named.items() if x is not None} | {**recipe.options, **spread, **training}
+    return {name: x for name, x in named.items() if x is not None} | {
+        **recipe.options,
+        **spread,
+        **training,
+    }
 
 
 def story(plan: Plan) -> list[str]:
@@ -171,10 +195,16 @@ def story(plan: Plan) -> list[str]:
     if plan.recipe.to is not None:
         told = ["The student started with the teacher's weights."]
         if plan.is_exact:
-            told += ["Its new parts started with no effect, so that it equalled its teacher before any training."]
+            told += [
+                "Its new parts started with no effect, so that it equalled its teacher before any training."
+            ]
         if plan.heads:
-            told += [f"Heads that keep everything were chosen by their {HEAD_SCORES[plan.ranking]}."]
-        told += [_stage_sentence(stage, plan) for stage in plan.stages] or ["It was not trained after that."]
+            told += [
+                f"Heads that keep everything were chosen by their {HEAD_SCORES[plan.ranking]}."
+            ]
+        told += [_stage_sentence(stage, plan) for stage in plan.stages] or [
+            "It was not trained after that."
+        ]
     if plan.recipe.lora_rank:
         told += ["Fine-tuning used LoRA, which is merged into the weights."]
     return told if plan.targets == 1 else [*told, "Losses are of the assistant's turns only."]
@@ -182,14 +212,21 @@ def story(plan: Plan) -> list[str]:
 
 def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
     """A clause about the size of a student's cache, compared with its teacher's."""
-    grows, first, last = bytes_per_token(student), *(cache_bytes(student, context) for context in (CONTEXTS[0], FAR))
+    grows, first, last = (
+        bytes_per_token(student),
+        *(cache_bytes(student, context) for context in (CONTEXTS[0], FAR)),
+    )
     if not grows and first == last:
         return f"its cache has a fixed size of {_megabytes(last)}, however long the text is"
     if not grows:
         return f"its cache grows with the text up to {_megabytes(last)}, and no further"
     teachers = bytes_per_token(teacher)
     share = grows / teachers if teachers else float("inf")
-    how = "as fast as its teacher's" if f"{share:.0%}" == "100%" else f"at {share:.0%} of the rate of its teacher's"
+    how = (
+        "as fast as its teacher's"
+        if f"{share:.0%}" == "100%"
+        else f"at {share:.0%} of the rate of its teacher's"
+    )
     return f"its cache grows with the text {how}, by {grows:,} bytes per token"
 
 
@@ -202,7 +239,9 @@ def ways_to_serve(config: PreTrainedConfig) -> Iterator[str]:
         target = find_target(config)
         found = target.engines(config)
         gguf = " --gguf served.gguf" if found.get("llama.cpp") == "" else ""
-        commands = ", ".join(f"`{command}`" for name, command in COMMANDS.items() if found.get(name) == "")
+        commands = ", ".join(
+            f"`{command}`" for name, command in COMMANDS.items() if found.get(name) == ""
+        )
         yield (
             f"`hf-memory export FOLDER --output served{gguf}` writes it as `{target.model_type}` with the same logits; "
             f"then one of these serves it: {commands}."
@@ -227,7 +266,9 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
             "teacher's hidden states (attention transfer)."
         )
     rank = lora_rank_of(plan.recipe.train)
-    learner = f"the parts that its teacher does not have, and LoRA of rank {rank} of the others, were"
+    learner = (
+        f"the parts that its teacher does not have, and LoRA of rank {rank} of the others, were"
+    )
     learner = TRAINED.get(plan.recipe.train, learner)
     if stage.name == TRAINING:
         return f"Then {learner} trained on the text, without its teacher."
@@ -236,7 +277,11 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
     scorer = "the teacher"
     if plan.scorer is not None:
         scorer = f"another model of {plan.scorer_parameters:,} parameters"
-    mix = f", and cross-entropy with the text with a weight of {stage.cross_entropy:g}" if stage.cross_entropy else ""
+    mix = (
+        f", and cross-entropy with the text with a weight of {stage.cross_entropy:g}"
+        if stage.cross_entropy
+        else ""
+    )
     return f"Then {learner} trained to predict what {scorer} predicts (distillation: KL divergence of the logits{mix})."
 
 
@@ -246,7 +291,8 @@ def _kept(plan: Plan) -> str:
         longest = getattr(plan.student, "full_attention_window", None)
         reach = f", of the last {longest:,} tokens" if longest else ""
         return f"key-value heads {', '.join(named)} (layer/head){reach}"
-    layers, words = ", ".join(map(str, plan.kept)) or "none", plan.recipe.keep
+    layers = ", ".join(map(str, plan.kept)) or "none"
+    words = plan.recipe.keep
     are_numbers = not isinstance(words, str) or words == layers.replace(" ", "")
     return layers if are_numbers else f"{layers} ({words})"
 
@@ -260,19 +306,31 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "", f"ranked by their {HEAD_SCORES[plan.ranking]}"
     elif plan.recipe.to is not None:
         layers = ", ".join(map(str, plan.kept)) or "in no layer"
-        yield "attention kept", _kept(plan) if getattr(plan.student, "full_attention_heads", None) else layers
+        yield (
+            "attention kept",
+            _kept(plan) if getattr(plan.student, "full_attention_heads", None) else layers,
+        )
         if plan.is_exact:
             yield "start", "equal to the teacher, so that there is no attention transfer"
     if kept := _kept_tokens(plan.student):
         mean = round(sum(kept) / len(kept))
-        more = " in the mean, more where they bring the student nearer" if plan.recipe.spread_kept else ""
-        yield "older tokens kept", f"{mean} of each head{more}, beside a window of {plan.student.sliding_window}"
+        more = (
+            " in the mean, more where they bring the student nearer"
+            if plan.recipe.spread_kept
+            else ""
+        )
+        yield (
+            "older tokens kept",
+            f"{mean} of each head{more}, beside a window of {plan.student.sliding_window}",
+        )
 
 
 def _kept_tokens(student: Any) -> list[int]:
     """The number of older tokens that each key-value head with a window keeps, if it keeps some."""
     full = getattr(student, "full_attention_heads", None) or [[]] * student.num_hidden_layers
-    layers = zip(getattr(student, "layer_types", None) or (), getattr(student, "kept_tokens", ()), full)
+    layers = zip(
+        getattr(student, "layer_types", None) or (), getattr(student, "kept_tokens", ()), full
+    )
     return [
         kept
         for kind, kept, heads in layers
@@ -283,9 +341,13 @@ def _kept_tokens(student: Any) -> list[int]:
 
 def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:
     """The tokens that a stage reads, and the bytes of all models, gradients and both moments of AdamW."""
-    schedule, held = stage.schedule, BYTES * plan.student_parameters + plan.teacher_bytes
+    schedule = stage.schedule
+    held = BYTES * plan.student_parameters + plan.teacher_bytes
     read = schedule.tokens
-    yield stage.name, str(schedule) + (f", LoRA of rank {stage.lora_rank}" if stage.lora_rank else "")
+    yield (
+        stage.name,
+        str(schedule) + (f", LoRA of rank {stage.lora_rank}" if stage.lora_rank else ""),
+    )
     if 0 < stage.cross_entropy < 1:
         yield "", f"cross-entropy with the text has a weight of {stage.cross_entropy:g} in the loss"
     yield "", f"{read:,} tokens, {read / plan.num_tokens:.2g} times the text"
@@ -293,7 +355,8 @@ def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _cache_row(plan: Plan, context: int) -> tuple[str, str]:
-    name, ours = f"cache of {context:,} tokens", cache_bytes(plan.student, context)
+    name = f"cache of {context:,} tokens"
+    ours = cache_bytes(plan.student, context)
     if plan.recipe.to is None:
         return name, _megabytes(ours)
     theirs = cache_bytes(plan.teacher, context)

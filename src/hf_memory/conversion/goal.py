@@ -18,7 +18,10 @@ from hf_memory.progress import Progress, silent
 
 SHARES = ("1/25", "2/25", "3/25", "4/25", "6/25", "9/25", "1/2")
 WINDOWS = (128, 256, 512)  # tokens of which the other heads hold as many bytes, see `usual_window`
-CONTEXT, ROWS = 8192, 6  # tokens after which caches are compared, windows of the text on which students are measured
+CONTEXT = 8192
+ROWS = (
+    6  # tokens after which caches are compared, windows of the text on which students are measured
+)
 
 
 class Tried(NamedTuple):
@@ -54,24 +57,39 @@ def smallest_student(
     """
     usual = [usual_window(teacher.config, str(recipe.to), recipe.options, size) for size in WINDOWS]
     given = [{**x, **recipe.options} for x in usual]
-    sizes = [x for i, x in enumerate(given) if x not in given[:i]]  # one, if the recipe or the teacher has a window
-    wanted = [replace(recipe, keep=f"heads:{share}", options=options) for share in SHARES for options in sizes]
-    plans = [plan for plan in (resolve(x, teacher.config, tokens) for x in wanted) if not plan.is_exact]
-    distinct = {(plan.ranked_heads, str(plan.recipe.options)): plan for plan in reversed(plans)}  # least share first
+    sizes = [
+        x for i, x in enumerate(given) if x not in given[:i]
+    ]  # one, if the recipe or the teacher has a window
+    wanted = [
+        replace(recipe, keep=f"heads:{share}", options=options)
+        for share in SHARES
+        for options in sizes
+    ]
+    plans = [
+        plan for plan in (resolve(x, teacher.config, tokens) for x in wanted) if not plan.is_exact
+    ]
+    distinct = {
+        (plan.ranked_heads, str(plan.recipe.options)): plan for plan in reversed(plans)
+    }  # least share first
     plans = list(distinct.values())
-    heads, tried = dict[int, list[HeadScore]](), list[Tried]()  # heads by the window of the others
+    heads = dict[int, list[HeadScore]]()
+    tried = list[Tried]()  # heads by the window of the others
     for i, plan in enumerate(sorted(plans, key=_cache)):
         report(Progress("measuring untrained students", i, len(plans)))
         size = plan.student.sliding_window  # type: ignore[attr-defined]
         heads[size] = heads.get(size) or ranked_heads(teacher, tokens, plan, report=report)
         student, _ = untrained_student(teacher, tokens, plan.choosing(heads[size]))
         length = plan.recipe.distillation.length
-        found = agreement(student, teacher, tokens[-ROWS * length :], length=length, max_tokens=None).kl
+        found = agreement(
+            student, teacher, tokens[-ROWS * length :], length=length, max_tokens=None
+        ).kl
         tried.append(Tried(plan.recipe, _cache(plan), float(found)))
         if found <= kl:
             return tried
     least = min((x.kl for x in tried), default=None)
-    raise ValueError(f"goal must be a KL that half of the heads reach before training, got {kl:g}, where {least} is")
+    raise ValueError(
+        f"goal must be a KL that half of the heads reach before training, got {kl:g}, where {least} is"
+    )
 
 
 def _cache(plan: Plan) -> float:

@@ -72,13 +72,21 @@ INSIDE = {  # names inside a layer: attn of flash-linear-attention, mixer and li
     "mixer.dt_proj": "mixer.decay.proj",
     "mixer.out_proj": "mixer.o_proj",
     "mixer.rate_proj": "mixer.decay.rate_proj",
-    **{f"mixer.{old}_{x}": f"mixer.{new}_{x}" for old, new in (("B", "k"), ("C", "q")) for x in ("norm", "bias")},
+    **{
+        f"mixer.{old}_{x}": f"mixer.{new}_{x}"
+        for old, new in (("B", "k"), ("C", "q"))
+        for x in ("norm", "bias")
+    },
     "linear_attn.norm": "mixer.output_gate.norm",
     "linear_attn.o_norm": "mixer.output_gate.norm",
     "linear_attn.g_proj": "mixer.output_gate.proj",
     "linear_attn.out_proj": "mixer.o_proj",
     **{f"{part}.a_proj": "mixer.decay.proj" for part in ("attn", "linear_attn")},
-    **{f"{part}.{x}": f"mixer.decay.{x}" for part in ("attn", "mixer", "linear_attn") for x in ("A_log", "dt_bias")},
+    **{
+        f"{part}.{x}": f"mixer.decay.{x}"
+        for part in ("attn", "mixer", "linear_attn")
+        for x in ("A_log", "dt_bias")
+    },
     **dict.fromkeys(("attn", "linear_attn", "self_attn"), "mixer"),
 }
 _RWKV7 = (  # names here, in flash-linear-attention, and in .pth files
@@ -90,8 +98,14 @@ _RWKV7 = (  # names here, in flash-linear-attention, and in .pth files
     ("mixer.o_proj", "attn.o_proj", "att.output"),
     ("mixer.o_norm", "attn.g_norm", "att.ln_x"),
     *((f"mixer.{x}_lora.up_proj.bias", f"attn.{x}_lora.lora.2.bias", f"att.{x}0") for x in "wav"),
-    *((f"mixer.{x}_lora.down_proj.weight", f"attn.{x}_lora.lora.0.weight", f"att.{x}1") for x in "wavg"),
-    *((f"mixer.{x}_lora.up_proj.weight", f"attn.{x}_lora.lora.2.weight", f"att.{x}2") for x in "wavg"),
+    *(
+        (f"mixer.{x}_lora.down_proj.weight", f"attn.{x}_lora.lora.0.weight", f"att.{x}1")
+        for x in "wavg"
+    ),
+    *(
+        (f"mixer.{x}_lora.up_proj.weight", f"attn.{x}_lora.lora.2.weight", f"att.{x}2")
+        for x in "wavg"
+    ),
     ("mixer", "attn", "att"),
     ("mixer.mlp.up_proj", "ffn.key", "ffn.key"),
     ("mixer.mlp.down_proj", "ffn.value", "ffn.value"),
@@ -127,7 +141,13 @@ def _refuse(config: dict, **expected: tuple) -> None:
 
 def _fla(config: dict) -> dict:
     """Options that all models of flash-linear-attention have."""
-    _refuse(config, attn=(None,), conv_bias=(False,), elementwise_affine=(True,), hidden_act=("swish", "silu"))
+    _refuse(
+        config,
+        attn=(None,),
+        conv_bias=(False,),
+        elementwise_affine=(True,),
+        hidden_act=("swish", "silu"),
+    )
     heads = config["num_heads"]
     return {
         "num_attention_heads": heads,
@@ -137,7 +157,8 @@ def _fla(config: dict) -> dict:
 
 
 def _fla_heads(config: dict) -> dict:
-    width, heads = config["hidden_size"], config["num_heads"]
+    width = config["hidden_size"]
+    heads = config["num_heads"]
     return {
         "linear_key_head_dim": int(width * config["expand_k"]) // heads,
         "linear_value_head_dim": int(width * config["expand_v"]) // heads,
@@ -148,7 +169,11 @@ def _linear_attn(config: dict) -> dict:
     _refuse(config, feature_map=("elu", "relu", "identity"), norm_q=(False,), norm_k=(False,))
     _refuse(config, expand_k=(1, 1.0), expand_v=(1, 1.0), norm_feature_map=(False,))
     options = {"feature_map": config["feature_map"], "normalize": False}
-    return {**_fla(config), **options, "output_norm": config.get("output_norm", "rmsnorm") == "rmsnorm"}
+    return {
+        **_fla(config),
+        **options,
+        "output_norm": config.get("output_norm", "rmsnorm") == "rmsnorm",
+    }
 
 
 def _retnet(config: dict) -> dict:
@@ -159,7 +184,11 @@ def _retnet(config: dict) -> dict:
 
 def _gla(config: dict) -> dict:
     _refuse(config, feature_map=(None,), use_short_conv=(False,), clamp_min=(None,))
-    options = {name: config[name] for name in ("gate_low_rank_dim", "gate_logit_normalizer") if name in config}
+    options = {
+        name: config[name]
+        for name in ("gate_low_rank_dim", "gate_logit_normalizer")
+        if name in config
+    }
     gate = "silu" if config.get("use_output_gate", True) else "none"
     return {**_fla(config), **_fla_heads(config), **options, "gate": "vector", "output_gate": gate}
 
@@ -196,14 +225,24 @@ def _gated_deltaproduct(config: dict) -> dict:
 
 def _kda(config: dict) -> dict:
     _refuse(config, expand_v=(1, 1.0), safe_gate=(False,), lower_bound=(None,))
-    options = {"output_gate": "sigmoid", "output_gate_low_rank_dim": config["head_dim"], "output_gate_bias": True}
+    options = {
+        "output_gate": "sigmoid",
+        "output_gate_low_rank_dim": config["head_dim"],
+        "output_gate_bias": True,
+    }
     return {**_own_head_dim(config), **options, "gate": "vector"}
 
 
 def _kimi_linear(config: dict) -> dict:
     _refuse(config, hidden_act=("silu",))
-    heads, channels = config["linear_num_heads"], config["linear_head_dim"]
-    own = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": channels, "gate": "vector"}
+    heads = config["linear_num_heads"]
+    channels = config["linear_head_dim"]
+    own = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": channels,
+        "gate": "vector",
+    }
     rest = {name: config[name] for name in ("rms_norm_eps", "linear_conv_kernel_dim")}
     return {**own, **rest, "output_gate_low_rank_dim": channels}
 
@@ -218,13 +257,20 @@ def _forgetting_transformer(config: dict) -> dict:
     _refuse(config, qk_norm=(False,), use_output_gate=(False,))
     options = {"position": "forget", "attention_bias": config.get("qkv_bias", False)}
     if window := config.get("window_size"):
-        options |= {"layer_types": ["sliding_heads"] * config["num_hidden_layers"], "sliding_window": window}
+        options |= {
+            "layer_types": ["sliding_heads"] * config["num_hidden_layers"],
+            "sliding_window": window,
+        }
     return {**_fla(config), **options}
 
 
 def _delta(config: dict) -> dict:
     """Options of convolutions, of an output gate, and of negative eigenvalues where there are any."""
-    over = {"allow_negative_eigenvalues": bool(config["allow_neg_eigval"])} if "allow_neg_eigval" in config else {}
+    over = (
+        {"allow_negative_eigenvalues": bool(config["allow_neg_eigval"])}
+        if "allow_neg_eigval" in config
+        else {}
+    )
     return {
         "linear_conv_kernel_dim": config["conv_size"] if config.get("use_short_conv", True) else 0,
         "output_gate": "silu" if config.get("use_gate") else "none",
@@ -246,20 +292,35 @@ def _any_mamba(config: dict) -> dict:
 
 def _mamba(config: dict) -> dict:
     width = int(config["expand"] * config["hidden_size"])
-    own = {"gate": "mamba", "linear_value_head_dim": width, "gate_low_rank_dim": config["time_step_rank"]}
+    own = {
+        "gate": "mamba",
+        "linear_value_head_dim": width,
+        "gate_low_rank_dim": config["time_step_rank"],
+    }
     return _any_mamba(config) | own
 
 
 def _mamba2(config: dict) -> dict:
     _refuse(config, expand=(1, 2, 4))
     low, high = config["time_step_limit"]
-    check(low <= 0 and high == float("inf"), "time_step_limit", "(0, inf) to be imported", (low, high))
-    heads = {"linear_num_key_heads": config["n_groups"], "linear_num_value_heads": config["num_heads"]}
-    return _any_mamba(config) | {"gate": "mamba2", "linear_value_head_dim": config["head_dim"], **heads}
+    check(
+        low <= 0 and high == float("inf"), "time_step_limit", "(0, inf) to be imported", (low, high)
+    )
+    heads = {
+        "linear_num_key_heads": config["n_groups"],
+        "linear_num_value_heads": config["num_heads"],
+    }
+    return _any_mamba(config) | {
+        "gate": "mamba2",
+        "linear_value_head_dim": config["head_dim"],
+        **heads,
+    }
 
 
 def _mamba3(config: dict) -> dict:
-    _refuse(config, use_bias=(False,), hidden_act=("silu",), is_mimo=(False,), is_outproj_norm=(False,))
+    _refuse(
+        config, use_bias=(False,), hidden_act=("silu",), is_mimo=(False,), is_outproj_norm=(False,)
+    )
     _refuse(config, rope_fraction=(0.5,), A_floor=(1e-4,))
     return {
         "gate": "mamba3",
@@ -280,37 +341,65 @@ def _heads_of_mamba3(config: dict) -> int:
 def _gated_delta_layers(config: dict) -> dict:
     """Options of the linear layers of Qwen3-Next and OLMo-Hybrid."""
     _refuse(config, hidden_act=("silu",))
-    names: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "linear_num_key_heads")
-    names += ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+    names: tuple[str, ...] = (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "linear_num_key_heads",
+    )
+    names += (
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
     return {"gate": "scalar", "output_gate": "silu", **{name: config[name] for name in names}}
 
 
 def _olmo_hybrid(config: dict) -> dict:
-    more = {"allow_negative_eigenvalues": config["linear_allow_neg_eigval"], "output_norm_eps": 1e-5}
+    more = {
+        "allow_negative_eigenvalues": config["linear_allow_neg_eigval"],
+        "output_norm_eps": 1e-5,
+    }
     return {**_gated_delta_layers(config), **more}
 
 
 def _rwkv7(config: dict) -> dict:
     _refuse(config, attn=(None,), norm_first=(True,), norm_bias=(True,), hidden_act=("sqrelu",))
-    width, head_dim = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // config["num_heads"]
+    width = config["hidden_size"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_heads"]
     _refuse(config, value_dim=(None, width, [width] * len(config.get("value_dim") or ())))
-    wide = config.get("intermediate_size") or 32 * -(-int(width * config.get("hidden_ratio", 4)) // 32)
+    wide = config.get("intermediate_size") or 32 * -(
+        -int(width * config.get("hidden_ratio", 4)) // 32
+    )
     ranks = {name: config.get(name) for name in RANKS}
-    options = {"num_attention_heads": width // head_dim, "head_dim": head_dim, "intermediate_size": wide}
+    options = {
+        "num_attention_heads": width // head_dim,
+        "head_dim": head_dim,
+        "intermediate_size": wide,
+    }
     return {**options, **ranks, "layer_norm_eps": config.get("norm_eps", 1e-5)}
 
 
 def rwkv7_config(weights: Weights) -> dict:
     """The config, as in a config.json, for the weights of an RWKV-7 .pth file as its authors publish it."""
     heads, head_dim = weights["blocks.0.att.r_k"].shape
-    names = {"decay_low_rank_dim": "0.att.w1", "a_low_rank_dim": "0.att.a1", "gate_low_rank_dim": "0.att.g1"}
-    ranks = {name: weights.get(f"blocks.{place}") for name, place in {**names, "v_low_rank_dim": "1.att.v1"}.items()}
+    names = {
+        "decay_low_rank_dim": "0.att.w1",
+        "a_low_rank_dim": "0.att.a1",
+        "gate_low_rank_dim": "0.att.g1",
+    }
+    ranks = {
+        name: weights.get(f"blocks.{place}")
+        for name, place in {**names, "v_low_rank_dim": "1.att.v1"}.items()
+    }
     return {
         "model_type": "rwkv7",
         "vocab_size": len(weights["emb.weight"]),
         "hidden_size": heads * head_dim,
         "head_dim": head_dim,
-        "num_hidden_layers": 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks.")),
+        "num_hidden_layers": 1
+        + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks.")),
         "intermediate_size": len(weights["blocks.0.ffn.key.weight"]),
         **{name: x.shape[1] for name, x in ranks.items() if x is not None},
     }
@@ -332,13 +421,20 @@ def _repeat_gate(config: dict, name: str, x: Tensor) -> Weights:
     if ".gk_proj.1." not in name or not config.get("num_kv_heads"):
         return {name: x}
     heads = config["num_kv_heads"]
-    return {name: x.unflatten(0, (heads, -1)).repeat_interleave(config["num_heads"] // heads, 0).flatten(0, 1)}
+    return {
+        name: x.unflatten(0, (heads, -1))
+        .repeat_interleave(config["num_heads"] // heads, 0)
+        .flatten(0, 1)
+    }
 
 
 def _repeat_keys(config: dict, name: str, x: Tensor) -> Weights:
     """Gated DeltaNet-2 erases and decays key heads, we value heads: repeat these gates for the heads of a group."""
     values = config.get("num_v_heads") or config["num_heads"]
-    if not re.search(r"\.(b_proj|f_proj\.1|A_log|dt_bias)\b", name) or values == config["num_heads"]:
+    if (
+        not re.search(r"\.(b_proj|f_proj\.1|A_log|dt_bias)\b", name)
+        or values == config["num_heads"]
+    ):
         return {name: x}
     heads = x.unflatten(0, (config["num_heads"], -1))
     return {name: heads.repeat_interleave(values // config["num_heads"], 0).flatten(0, 1)}
@@ -347,7 +443,11 @@ def _repeat_keys(config: dict, name: str, x: Tensor) -> Weights:
 def _without_ones(config: dict, name: str, x: Tensor) -> Weights:
     """Kimi Linear's rates and Mamba-3's biases have dimensions of size one."""
     return {
-        name: x.flatten() if name.endswith("A_log") else x.flatten(0, 1) if name.endswith(("B_bias", "C_bias")) else x
+        name: x.flatten()
+        if name.endswith("A_log")
+        else x.flatten(0, 1)
+        if name.endswith(("B_bias", "C_bias"))
+        else x
     }
 
 
@@ -361,25 +461,33 @@ def _convolution(config: dict) -> Rows:
     if "linear_num_heads" in config:
         keys = values = config["linear_num_heads"] * config["linear_head_dim"]
     else:
-        keys, values = (config[f"linear_num_{x}_heads"] * config[f"linear_{x}_head_dim"] for x in ("key", "value"))
+        keys, values = (
+            config[f"linear_num_{x}_heads"] * config[f"linear_{x}_head_dim"]
+            for x in ("key", "value")
+        )
     return {"conv1d": (1, {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values})}
 
 
 def _by_key_head(config: dict) -> Rows:
     """Rows of Qwen3-Next's projections are sorted by key head."""
     heads = config["linear_num_key_heads"]
-    groups, keys = config["linear_num_value_heads"] // heads, config["linear_key_head_dim"]
+    groups = config["linear_num_value_heads"] // heads
+    keys = config["linear_key_head_dim"]
     values = groups * config["linear_value_head_dim"]
     return {
         **_convolution(config),
-        "in_proj_qkvz": (heads, {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}),
+        "in_proj_qkvz": (
+            heads,
+            {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values},
+        ),
         "in_proj_ba": (heads, {"b_proj": groups, "a_proj": groups}),
     }
 
 
 def _parts_of_mamba(config: dict) -> Rows:
     """x and z are our v and g; B and C are our k and q."""
-    values, keys = int(config["expand"] * config["hidden_size"]), config["state_size"]
+    values = int(config["expand"] * config["hidden_size"])
+    keys = config["state_size"]
     return {
         "in_proj": (1, {"v_proj": values, "g_proj": values}),
         "x_proj": (1, {"dt_down": config["time_step_rank"], "k_proj": keys, "q_proj": keys}),
@@ -389,12 +497,17 @@ def _parts_of_mamba(config: dict) -> Rows:
 
 def _parts_of_mamba2(config: dict) -> Rows:
     """z, x, B, C and dt are our g, v, k, q and decay."""
-    values, keys = config["num_heads"] * config["head_dim"], config["n_groups"] * config["state_size"]
+    values = config["num_heads"] * config["head_dim"]
+    keys = config["n_groups"] * config["state_size"]
     parts = {"v": values, "k": keys, "q": keys}
     return {
         "in_proj": (
             1,
-            {"g_proj": values, **{f"{x}_proj": n for x, n in parts.items()}, "dt_proj": config["num_heads"]},
+            {
+                "g_proj": values,
+                **{f"{x}_proj": n for x, n in parts.items()},
+                "dt_proj": config["num_heads"],
+            },
         ),
         "conv1d": (1, {f"{x}_conv1d": n for x, n in parts.items()}),
     }
@@ -402,7 +515,8 @@ def _parts_of_mamba2(config: dict) -> Rows:
 
 def _parts_of_mamba3(config: dict) -> Rows:
     """z, x, B, C, dt, A, trap and the angles are our g, v, k, q, decay, share and angle."""
-    heads, keys = _heads_of_mamba3(config), config["n_groups"] * config["state_size"]
+    heads = _heads_of_mamba3(config)
+    keys = config["n_groups"] * config["state_size"]
     wide = dict.fromkeys("gv", heads * config["head_dim"]) | dict.fromkeys("kq", keys)
     narrow = dict.fromkeys(("dt", "rate", "share"), heads) | {"angle": config["state_size"] // 4}
     return {"in_proj": (1, {f"{x}_proj": n for x, n in (wide | narrow).items()})}
@@ -413,8 +527,12 @@ SOURCES = {
     "retnet": Source(GatedLinearAttentionConfig, _retnet),
     "gla": Source(GatedLinearAttentionConfig, _gla, change=_repeat_gate),
     "delta_net": Source(DeltaNetConfig, _delta_net),
-    "gated_deltanet": Source(DeltaNetConfig, lambda config: {**_own_head_dim(config), "gate": "scalar"}),
-    "gated_deltanet2": Source(DeltaNetConfig, lambda config: {**_kda(config), "gate": "gdn2"}, change=_repeat_keys),
+    "gated_deltanet": Source(
+        DeltaNetConfig, lambda config: {**_own_head_dim(config), "gate": "scalar"}
+    ),
+    "gated_deltanet2": Source(
+        DeltaNetConfig, lambda config: {**_kda(config), "gate": "gdn2"}, change=_repeat_keys
+    ),
     "comba": Source(DeltaNetConfig, _comba),
     "gated_deltaproduct": Source(DeltaNetConfig, _gated_deltaproduct),
     "kda": Source(DeltaNetConfig, _kda),
@@ -450,7 +568,9 @@ def import_model(
         config = _read_config(folder)
         weights = _read_weights(folder) if weights is None else weights
     if not isinstance(weights, Mapping):
-        raise ValueError(f"weights must be a state dict, tensors by name, got {type(weights).__name__}")
+        raise ValueError(
+            f"weights must be a state dict, tensors by name, got {type(weights).__name__}"
+        )
     source, theirs = _find(config)
     for i, kind in enumerate(theirs.get("layer_types") or ()):
         if kind not in ("linear_attention", "mamba", "mamba2"):
@@ -458,8 +578,12 @@ def import_model(
                 f"layer_types must all be linear attention, got {kind!r} for layer {i}, which this package does not "
                 "have; import_mixer imports single layers"
             )
-    gates = [x.shape[0] for name, x in weights.items() if name.endswith("layers.0.mlp.gate_proj.weight")]
-    shared = {name: theirs[name] for name in (*SAME, *TOKENS) if name in theirs} | {"intermediate_size": sum(gates)}
+    gates = [
+        x.shape[0] for name, x in weights.items() if name.endswith("layers.0.mlp.gate_proj.weight")
+    ]
+    shared = {name: theirs[name] for name in (*SAME, *TOKENS) if name in theirs} | {
+        "intermediate_size": sum(gates)
+    }
     ours = source.config(**{**shared, **source.options(theirs)})
     causal_lm = next(family.causal_lm for family in FAMILIES if family.config is source.config)
     model = causal_lm(ours)
@@ -467,7 +591,9 @@ def import_model(
     return model.eval()
 
 
-def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights, layer: int) -> MemoryMixer:
+def import_mixer(
+    config: PreTrainedConfig | Mapping[str, Any], weights: Weights, layer: int
+) -> MemoryMixer:
     """Import one memory layer of another library's model as a mixer that computes the same function.
 
     Args:
@@ -479,13 +605,25 @@ def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights,
         ValueError: as `import_model` does, or if there is no such layer.
     """
     source, theirs = _find(config)
-    check(layer in range(theirs["num_hidden_layers"]), "layer", "the number of a layer, counted from 0", layer)
+    check(
+        layer in range(theirs["num_hidden_layers"]),
+        "layer",
+        "the number of a layer, counted from 0",
+        layer,
+    )
     sizes = {"hidden_size": theirs["hidden_size"], "num_hidden_layers": theirs["num_hidden_layers"]}
     ours = source.config(**sizes, **source.options(theirs))
     mixer: Any = ours.mixer_class(layer)(ours, layer)
     prefix = f"model.layers.{layer}.mixer."
-    found = _ours(source, theirs, {name: x for name, x in weights.items() if re.search(rf"layers\.{layer}\.", name)})
-    _load(mixer, {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)})
+    found = _ours(
+        source,
+        theirs,
+        {name: x for name, x in weights.items() if re.search(rf"layers\.{layer}\.", name)},
+    )
+    _load(
+        mixer,
+        {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)},
+    )
     return mixer.eval()
 
 
@@ -546,8 +684,13 @@ def _load(module: nn.Module, found: dict[str, Tensor]) -> None:
     for name, x in own.items():  # convolutions of the other library may have no bias
         if name.endswith("_conv1d.bias"):
             found.setdefault(name, torch.zeros_like(x))
-    tied = {"lm_head.weight"} if getattr(getattr(module, "config", None), "tie_word_embeddings", False) else set()
-    missing, left = sorted(set(own) - set(found) - tied), sorted(set(found) - set(own))
+    tied = (
+        {"lm_head.weight"}
+        if getattr(getattr(module, "config", None), "tie_word_embeddings", False)
+        else set()
+    )
+    missing = sorted(set(own) - set(found) - tied)
+    left = sorted(set(found) - set(own))
     if missing or left:
         raise ValueError(f"weights must fit the config: missing {missing[:3]}, unknown {left[:3]}")
     module.load_state_dict(found, strict=not tied)

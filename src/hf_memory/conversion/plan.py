@@ -14,10 +14,21 @@ from hf_memory.conversion.claims import check_claimable
 from hf_memory.conversion.recipe import Recipe, Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import loss_name
-from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned, own_learners
+from hf_memory.conversion.stages.fine_tuning import (
+    FINE_TUNING,
+    check_fine_tuning,
+    num_learned,
+    own_learners,
+)
 from hf_memory.conversion.stages.trainer import new_parameters
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
-from hf_memory.conversion.students import can_have_windows, changed_layers, is_exact, student_config, usual_window
+from hf_memory.conversion.students import (
+    can_have_windows,
+    changed_layers,
+    is_exact,
+    student_config,
+    usual_window,
+)
 from hf_memory.conversion.students.heads import HEAD_SCORES, HeadScore, by_layer, layers_by_heads
 from hf_memory.conversion.students.placement import kept_layers, share_count
 from hf_memory.conversion.students.weights import carry_over
@@ -92,7 +103,9 @@ class Plan:
     def teacher_bytes(self) -> int:
         """Bytes of the models that the student learns from."""
         whole = BYTES * (self.teacher_parameters + self.scorer_parameters)
-        return whole - self.quantized_parameters * (8 * BYTES - (self.recipe.teacher_bits or 0)) // 8
+        return (
+            whole - self.quantized_parameters * (8 * BYTES - (self.recipe.teacher_bits or 0)) // 8
+        )
 
     @property
     def ranking(self) -> str:
@@ -121,8 +134,11 @@ class Plan:
 
     def keeping(self, layers: tuple[int, ...]) -> "Plan":
         """The plan with the layers that the ranking has chosen."""
-        to, options = str(self.recipe.to), self.recipe.options
-        return replace(self, kept=layers, ranked=0, student=student_config(self.teacher, to, layers, options))
+        to = str(self.recipe.to)
+        options = self.recipe.options
+        return replace(
+            self, kept=layers, ranked=0, student=student_config(self.teacher, to, layers, options)
+        )
 
     def choosing(self, heads: Sequence[HeadScore]) -> "Plan":
         """The plan with the layers or heads that a ranking of all heads chooses."""
@@ -142,13 +158,18 @@ class Plan:
 
     def describe(self, run: Run) -> dict[str, Any]:
         """The settings to which checkpoints of a run belong, without models and tokens."""
-        recipe = {x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name != "options"}
+        recipe = {
+            x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name != "options"
+        }
         kept = self.recipe.keep if self.ranked else self.kept
         return recipe | {"keep": kept, **self.recipe.options, **run.training}
 
 
 def resolve(
-    recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor, scorer: PreTrainedConfig | None = None
+    recipe: Recipe,
+    teacher: PreTrainedConfig,
+    tokens: Text | Tensor,
+    scorer: PreTrainedConfig | None = None,
 ) -> Plan:
     """Make the plan of a recipe for a teacher and a text. No weights are loaded or created.
 
@@ -172,7 +193,9 @@ def resolve(
         return _resolve_fine_tuning(recipe, teacher, tokens)
     _check_models(recipe, teacher, scorer)
     positions = getattr(teacher, "max_position_embeddings", None) or len(tokens)
-    recipe = recipe.fitting(HEADS if can_have_windows(recipe.to) else "none", min(positions, len(tokens)))
+    recipe = recipe.fitting(
+        HEADS if can_have_windows(recipe.to) else "none", min(positions, len(tokens))
+    )
     if scorer is not None:
         check_tokens(tokens, scorer, recipe.distillation.length)
     changed = changed_layers(_bare(recipe, teacher), teacher)
@@ -187,18 +210,26 @@ def resolve(
         config = student_config(teacher, str(recipe.to), probable, recipe.options)
     kept_tokens = getattr(config, "num_kept_tokens", 0)
     is_number = type(kept_tokens) is int and kept_tokens > 0
-    check(is_number or not recipe.spread_kept, "num_kept_tokens", "one number to spread", kept_tokens)
-    whole, student, scores = _on_meta(teacher), _on_meta(config), scorer and _on_meta(scorer)
+    check(
+        is_number or not recipe.spread_kept, "num_kept_tokens", "one number to spread", kept_tokens
+    )
+    whole = _on_meta(teacher)
+    student = _on_meta(config)
+    scores = scorer and _on_meta(scorer)
     carry_over(student, whole)
     if recipe.train is None:
         has_memory = recipe.to != "attention" and bool(new_parameters(student))
         recipe = replace(recipe, train="all" if has_memory else "attention")
     window = _window(recipe, teacher, config, tokens)
     if (sinks := getattr(config, "num_sink_tokens", 0)) >= window:
-        raise ValueError(f"num_sink_tokens must be fewer than the {window} tokens of a training window, got {sinks}")
+        raise ValueError(
+            f"num_sink_tokens must be fewer than the {window} tokens of a training window, got {sinks}"
+        )
     exact = is_exact(config, teacher, window)
     if ranked and exact:
-        raise ValueError("keep must not be auto for a student that equals its teacher whatever layers it keeps")
+        raise ValueError(
+            "keep must not be auto for a student that equals its teacher whatever layers it keeps"
+        )
     return Plan(
         recipe,
         teacher,
@@ -231,15 +262,21 @@ def _bare(recipe: Recipe, teacher: PreTrainedConfig) -> MemoryConfig:
     return student_config(teacher, str(recipe.to), (), recipe.options)
 
 
-def _with_heads(recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> MemoryConfig:
+def _with_heads(
+    recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple[int, int]]
+) -> MemoryConfig:
     """A student's config whose layers keep these heads, and a window in the others."""
     options = {**usual_window(teacher, str(recipe.to), recipe.options), **recipe.options}
     options["full_attention_heads"] = by_layer(heads, teacher.num_hidden_layers)
     try:
         return student_config(teacher, str(recipe.to), (), options)
     except ValueError as error:
-        student_config(teacher, str(recipe.to), (), recipe.options)  # where the fault is in the options, it says so
-        raise ValueError(f"keep must be layers for a student of this kind, got {recipe.keep!r}: {error}") from error
+        student_config(
+            teacher, str(recipe.to), (), recipe.options
+        )  # where the fault is in the options, it says so
+        raise ValueError(
+            f"keep must be layers for a student of this kind, got {recipe.keep!r}: {error}"
+        ) from error
 
 
 def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bool = False) -> None:
@@ -273,18 +310,26 @@ def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
     check_room(needs)
 
 
-def _check_models(recipe: Recipe, teacher: PreTrainedConfig, scorer: PreTrainedConfig | None) -> None:
+def _check_models(
+    recipe: Recipe, teacher: PreTrainedConfig, scorer: PreTrainedConfig | None
+) -> None:
     find_teacher(teacher)
     size = teacher.vocab_size
     if recipe.teacher_bits is not None:
         check_bits(recipe.teacher_bits)
     if scorer is not None and scorer.vocab_size != size:
-        raise ValueError(f"scorer must have the teacher's vocabulary of {size} tokens, got {scorer.vocab_size}")
+        raise ValueError(
+            f"scorer must have the teacher's vocabulary of {size} tokens, got {scorer.vocab_size}"
+        )
 
 
-def _window(recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Text | Tensor) -> int:
+def _window(
+    recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Text | Tensor
+) -> int:
     """Tokens of the longest window before fine-tuning, after a check that both models can read it."""
-    lengths = [schedule.length for schedule in (recipe.transfer, recipe.distillation) if schedule.steps]
+    lengths = [
+        schedule.length for schedule in (recipe.transfer, recipe.distillation) if schedule.steps
+    ]
     check_tokens(tokens, teacher, *lengths)
     check_fine_tuning(tokens, student, recipe.fine_tuning)
     return max(lengths, default=recipe.transfer.length)
@@ -304,9 +349,13 @@ def _stages(
             raise ValueError("cross_entropy must be below 1 with a scorer, got 1")
         own = own_learners(student, recipe.train)
         if recipe.train == "new" and not own:
-            raise ValueError("train must not be new for a student without parts that are new, got new")
+            raise ValueError(
+                "train must not be new for a student without parts that are new, got new"
+            )
         learned = num_learned(student, lora_rank_of(recipe.train), own)
-        yield Stage("distillation", loss_name(part), recipe.distillation, recipe.seed + 1, learned, part)
+        yield Stage(
+            "distillation", loss_name(part), recipe.distillation, recipe.seed + 1, learned, part
+        )
     if recipe.fine_tuning.steps:
         yield _fine_tuning(recipe, student, recipe.seed + 2)
 
@@ -316,15 +365,20 @@ def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Text 
         raise ValueError("steps of fine-tuning must be at least 1, got 0")
     check_fine_tuning(tokens, config, recipe.fine_tuning)
     model = _on_meta(config)
-    stages, targets = (_fine_tuning(recipe, model, recipe.seed),), Text.of(tokens).share
+    stages = (_fine_tuning(recipe, model, recipe.seed),)
+    targets = Text.of(tokens).share
     return Plan(recipe, config, config, stages, len(tokens), _count(model), targets=targets)
 
 
 def _fine_tuning(recipe: Recipe, model: PreTrainedModel, seed: int) -> Stage:
     if recipe.fine_tuning.chunk_length:
         check_passes_gradients(model.model, "chunk_length of fine_tuning must be 0")  # type: ignore[attr-defined]
-    learned = num_learned(model, recipe.lora_rank, () if recipe.lora_rank else set(model.parameters()))
-    return Stage("fine_tuning", FINE_TUNING, recipe.fine_tuning, seed, learned, 1.0, recipe.lora_rank)
+    learned = num_learned(
+        model, recipe.lora_rank, () if recipe.lora_rank else set(model.parameters())
+    )
+    return Stage(
+        "fine_tuning", FINE_TUNING, recipe.fine_tuning, seed, learned, 1.0, recipe.lora_rank
+    )
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:

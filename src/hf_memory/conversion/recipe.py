@@ -41,7 +41,8 @@ class Schedule(NamedTuple):
     @property
     def lengths(self) -> list[int]:
         """The lengths of windows, in turn."""
-        lengths, shorter = [self.length], self.start_length
+        lengths = [self.length]
+        shorter = self.start_length
         while 0 < shorter < self.length:
             lengths.insert(-1, shorter)
             shorter *= 2
@@ -70,13 +71,21 @@ class Schedule(NamedTuple):
         """Raise ValueError if a field is of another type or out of its range."""
         for name, kind in get_type_hints(Schedule).items():
             check_type(f"{name} of {stage}", getattr(self, name), kind)
-        least = {"steps": 0, "batch_size": 1, "length": 2, "learning_rate": 0, "warmup": 0, "memory_factor": 0}
+        least = {
+            "steps": 0,
+            "batch_size": 1,
+            "length": 2,
+            "learning_rate": 0,
+            "warmup": 0,
+            "memory_factor": 0,
+        }
         least |= {"start_length": 2 if self.start_length else 0, "chunk_length": 0}
         for name, smallest in least.items():
             value = getattr(self, name)
             check(smallest <= value < math.inf, f"{name} of {stage}", f"at least {smallest}", value)
             check(value <= LARGEST, f"{name} of {stage}", f"at most {LARGEST}", value)
-        start, longest = self.start_length, self.length
+        start = self.start_length
+        longest = self.length
         check(start <= longest, f"start_length of {stage}", f"at most its length {longest}", start)
         check(0 <= self.repeats <= 1, f"repeats of {stage}", "from 0 to 1", self.repeats)
 
@@ -87,7 +96,9 @@ TRAINED = {  # what learns in distillation, in words
     "new": "the parts that its teacher does not have were",
 }
 TRANSFER_SCHEDULE = Schedule(100, 3e-3, batch_size=1, length=1024, warmup=0.1, repeats=0.25)
-DISTILLATION_SCHEDULE = Schedule(250, 1e-4, batch_size=1, length=2048, warmup=0.1, memory_factor=20.0, repeats=0.3)
+DISTILLATION_SCHEDULE = Schedule(
+    250, 1e-4, batch_size=1, length=2048, warmup=0.1, memory_factor=20.0, repeats=0.3
+)
 NO_FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
 
 
@@ -146,14 +157,20 @@ class Recipe:
         usual = {"transfer": TRANSFER_SCHEDULE, "distillation": DISTILLATION_SCHEDULE}
         given = {name: getattr(self, name) for name in usual}
         short = {
-            name: x._replace(length=longest) for name, x in given.items() if usual[name].length == x.length > longest
+            name: x._replace(length=longest)
+            for name, x in given.items()
+            if usual[name].length == x.length > longest
         }
         return replace(self, keep=keep if self.keep is None else self.keep, **short)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The schedules of the stages by name, in order."""
-        return {"transfer": self.transfer, "distillation": self.distillation, "fine_tuning": self.fine_tuning}
+        return {
+            "transfer": self.transfer,
+            "distillation": self.distillation,
+            "fine_tuning": self.fine_tuning,
+        }
 
     def check(self) -> None:
         """Raise ValueError if a value is wrong for every teacher and text."""
@@ -167,16 +184,32 @@ class Recipe:
                 check_type(name, getattr(self, name), kind)
         for name, schedule in self.schedules.items():
             schedule.check(name)
-        factor, chunk = self.transfer.memory_factor, self.transfer.chunk_length
-        check(factor == 1, "memory_factor of transfer", "1, since that stage trains memory layers only", factor)
-        check(not chunk, "chunk_length of transfer", "0, since that stage trains each layer for itself", chunk)
+        factor = self.transfer.memory_factor
+        chunk = self.transfer.chunk_length
+        check(
+            factor == 1,
+            "memory_factor of transfer",
+            "1, since that stage trains memory layers only",
+            factor,
+        )
+        check(
+            not chunk,
+            "chunk_length of transfer",
+            "0, since that stage trains each layer for itself",
+            chunk,
+        )
         check_loss(self.temperature, self.cross_entropy or 0)
         if self.train is not None:
             lora_rank_of(self.train)
         check(0 <= self.seed <= MAX_SEED, "seed", f"from 0 to {MAX_SEED}", self.seed)
         if self.lora_rank is not None:
             check(self.lora_rank >= 1, "lora_rank", "at least 1", self.lora_rank)
-            check(self.fine_tuning.steps > 0, "lora_rank", "None without steps of fine_tuning", self.lora_rank)
+            check(
+                self.fine_tuning.steps > 0,
+                "lora_rank",
+                "None without steps of fine_tuning",
+                self.lora_rank,
+            )
 
 
 def check_loss(temperature: float, cross_entropy: float) -> None:

@@ -82,7 +82,13 @@ class Results:
 
 
 def results_of(
-    plan: Plan, losses: dict[str, History], rows: dict[str, Found], *, teacher: str, text: str, training: Mapping
+    plan: Plan,
+    losses: dict[str, History],
+    rows: dict[str, Found],
+    *,
+    teacher: str,
+    text: str,
+    training: Mapping,
 ) -> Results:
     """The results of a plan that was carried out with these training arguments; for the others see `Results`."""
     return Results(
@@ -116,16 +122,26 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
 
 def add_results(path: Path, results: Results) -> None:
     """Write model card, plots and results into the folder of a model; each file is replaced as a whole."""
-    last = {name: _figure(found, "perplexity", "perplexity", results.longest) for name, found in results.rows.items()}
+    last = {
+        name: _figure(found, "perplexity", "perplexity", results.longest)
+        for name, found in results.rows.items()
+    }
     with tempfile.TemporaryDirectory(dir=path) as name:
         folder = Path(name)
         plot_conversion(folder / "conversion.png", results.losses, last)
-        plot_task(folder / "contexts.png", {name: _by_length(found) for name, found in results.rows.items()})
-        plot_scores(folder / "scores.png", {name: scores_of(found) for name, found in results.rows.items()})
+        plot_task(
+            folder / "contexts.png",
+            {name: _by_length(found) for name, found in results.rows.items()},
+        )
+        plot_scores(
+            folder / "scores.png", {name: scores_of(found) for name, found in results.rows.items()}
+        )
         if results.heads:
             plot_heads(folder / "heads.png", results.heads, results.chosen)
         model_card(results).save(folder / "README.md")
-        (folder / RESULTS).write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
+        (folder / RESULTS).write_text(
+            json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8"
+        )
         for file in sorted(folder.iterdir()):
             file.replace(path / file.name)
 
@@ -135,8 +151,14 @@ def model_card(results: Results) -> ModelCard:
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=results.teacher if "/" in results.teacher and not Path(results.teacher).exists() else None,
-        tags=["hf_memory", results.model_type, *(["distillation"] if DISTILLATION in results.losses else [])],
+        base_model=results.teacher
+        if "/" in results.teacher and not Path(results.teacher).exists()
+        else None,
+        tags=[
+            "hf_memory",
+            results.model_type,
+            *(["distillation"] if DISTILLATION in results.losses else []),
+        ],
         model_name=results.model_type,
     )
     scores = score_table(results)
@@ -149,10 +171,18 @@ def model_card(results: Results) -> ModelCard:
         "ratio_below": RATIO_BELOW,
         "table": table(results),
         "longest": results.longest,
-        "items": max((len(row[SCORE]["samples"]) for row in scores_of(results.last).values()), default=0),
-        "windows": len(_figure(results.last, "perplexity", "perplexity", results.longest, "samples")),
-        "passages": len(_figure(results.last, "recall", "recall", results.longest, "samples") or ()),
-        "shares": {layer: row["share"]["value"] for layer, row in results.last.get("memory", {}).items()},
+        "items": max(
+            (len(row[SCORE]["samples"]) for row in scores_of(results.last).values()), default=0
+        ),
+        "windows": len(
+            _figure(results.last, "perplexity", "perplexity", results.longest, "samples")
+        ),
+        "passages": len(
+            _figure(results.last, "recall", "recall", results.longest, "samples") or ()
+        ),
+        "shares": {
+            layer: row["share"]["value"] for layer, row in results.last.get("memory", {}).items()
+        },
     }
     fields |= {"speed_header": SPEED_HEADER, "speeds": speed_table(results)}
     return ModelCard.from_template(data, template_path=str(CARD), results=results, **fields)
@@ -169,22 +199,30 @@ SPEED_HEADER = ("tokens", "model", "tokens/s read", "tokens/s written")
 
 def score_table(results: Results) -> list[tuple[str, ...]]:
     """The scores of the first and the last model as text, with the columns of SCORE_HEADER."""
-    first, last = next(iter(results.rows.values())), results.last
+    first = next(iter(results.rows.values()))
+    last = results.last
     rows = {"all that the teacher can answer": last[SUMMARY][ALL]} if SUMMARY in last else {}
-    rows |= {at: {TEACHERS: scores_of(first)[at][SCORE], **row} for at, row in scores_of(last).items()}
-    return [(at, *(said(row.get(name)) for name in (TEACHERS, SCORE, RATIO, WIN))) for at, row in rows.items()]
+    rows |= {
+        at: {TEACHERS: scores_of(first)[at][SCORE], **row} for at, row in scores_of(last).items()
+    }
+    return [
+        (at, *(said(row.get(name)) for name in (TEACHERS, SCORE, RATIO, WIN)))
+        for at, row in rows.items()
+    ]
 
 
 def table(results: Results) -> list[tuple[str, ...]]:
     """The table of results as text, with the columns of HEADER: all models at one length after the other."""
-    best, rows = next(iter(results.rows.values())), list[tuple[str, ...]]()
+    best = next(iter(results.rows.values()))
+    rows = list[tuple[str, ...]]()
     for at in _lengths(results):
         for name, found in results.rows.items():
             perplexity = _figure(found, "perplexity", "perplexity", at)
             ratio = perplexity / _figure(best, "perplexity", "perplexity", at)
             kl, same = (_figure(found, "agreement", figure, at) for figure in ("KL", "same choice"))
             compared = ("", "") if kl is None else (f"{kl:z.3f}", f"{same:.1%}")
-            recall, size = _figure(found, "recall", "recall", at), _figure(found, "speed", BYTES, at) / 1000
+            recall = _figure(found, "recall", "recall", at)
+            size = _figure(found, "speed", BYTES, at) / 1000
             quality = *compared, f"{perplexity:.2f}", f"{ratio:.3f}"
             recalled = "" if recall is None else f"{recall:.3f}"
             rows.append((f"{at:,}", name, *quality, recalled, f"{size:.0f}"))
@@ -195,7 +233,11 @@ def speed_table(results: Results) -> list[tuple[str, ...]]:
     """The speed of the first and the last model by length as text, with the columns of SPEED_HEADER."""
     first, *_, last = results.rows.items()
     return [
-        (f"{at:,}", name, *(f"{_figure(found, 'speed', figure, at):.0f}" for figure in (READ, WRITTEN)))
+        (
+            f"{at:,}",
+            name,
+            *(f"{_figure(found, 'speed', figure, at):.0f}" for figure in (READ, WRITTEN)),
+        )
         for at in _lengths(results)
         for name, found in (first, last)
     ]
@@ -203,7 +245,9 @@ def speed_table(results: Results) -> list[tuple[str, ...]]:
 
 def _lengths(results: Results) -> list[int]:
     """The lengths that all models can read."""
-    return sorted(map(int, set.intersection(*(set(found["speed"]) for found in results.rows.values()))))
+    return sorted(
+        map(int, set.intersection(*(set(found["speed"]) for found in results.rows.values())))
+    )
 
 
 def _figure(found: Found, task: str, figure: str, at: int, part: str = "value") -> Any:

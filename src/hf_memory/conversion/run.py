@@ -53,7 +53,9 @@ dataloader_persistent_workers dataloader_pin_memory ddp_backend ddp_broadcast_bu
 disable_tqdm fp16 full_determinism gradient_checkpointing gradient_checkpointing_kwargs load_best_model_at_end
 lr_scheduler_kwargs optim optim_args optim_target_modules project report_to tf32 torch_compile torch_compile_backend
 torch_compile_mode"""
-USABLE = sorted([*LEAST, *OTHERS.split()])  # training arguments that a user may set; stages set others, or lack them
+USABLE = sorted(
+    [*LEAST, *OTHERS.split()]
+)  # training arguments that a user may set; stages set others, or lack them
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,12 @@ class Run:
 
     def of(self, stage: str, later: float = 0.0) -> "Run":
         """The options for one stage, with a subfolder for its checkpoints."""
-        return replace(self, checkpoints=self.checkpoints and self.checkpoints / stage, later=later, is_claimed=True)
+        return replace(
+            self,
+            checkpoints=self.checkpoints and self.checkpoints / stage,
+            later=later,
+            is_claimed=True,
+        )
 
     def arguments(self, schedule: Schedule, **others) -> TrainingArguments:
         """TrainingArguments for a schedule, whose batch size is that of all processes; `others` are passed on."""
@@ -102,7 +109,8 @@ class Run:
             warmup_steps=schedule.warmup,
             **{**DEFAULTS, **self.training},
             logging_steps=max(1, schedule.steps // 50),
-            save_steps=every * max(1, schedule.steps // (10 * every)),  # some of the steps with an evaluation
+            save_steps=every
+            * max(1, schedule.steps // (10 * every)),  # some of the steps with an evaluation
         )
 
     def check(self, *schedules: Schedule) -> None:
@@ -112,24 +120,36 @@ class Run:
             raise ValueError(f"training must be arguments from {', '.join(USABLE)}, got {given}")
         for name in ("activation_checkpointing", "gradient_checkpointing"):
             if self.training.get(name) and any(schedule.chunk_length for schedule in schedules):
-                raise ValueError(f"{name} of training must be false with chunk_length, which recomputes whole chunks")
+                raise ValueError(
+                    f"{name} of training must be false with chunk_length, which recomputes whole chunks"
+                )
         hints = get_type_hints(TrainingArguments)
         for name, value in self.training.items():
             _check_value(name, value, hints[name])
         self._check_outcome(schedules)
         for schedule in schedules:
-            _check_installed(self.arguments(schedule, output_dir=".", use_cpu=not torch.cuda.is_available()))
+            _check_installed(
+                self.arguments(schedule, output_dir=".", use_cpu=not torch.cuda.is_available())
+            )
 
     def _check_outcome(self, schedules: Sequence[Schedule]) -> None:
         if ("eval_steps" in self.training) != (self.validation is not None):
             given = "none" if self.validation is None else f"{len(self.validation)} tokens"
-            raise ValueError(f"validation must be given together with eval_steps of training, got {given}")
-        if "tensorboard" in str(self.training.get("report_to")) and not (self.checkpoints or os.getenv(LOGS)):
-            raise ValueError(f"report_to=tensorboard needs checkpoints, beside which it writes, or {LOGS}, got neither")
+            raise ValueError(
+                f"validation must be given together with eval_steps of training, got {given}"
+            )
+        if "tensorboard" in str(self.training.get("report_to")) and not (
+            self.checkpoints or os.getenv(LOGS)
+        ):
+            raise ValueError(
+                f"report_to=tensorboard needs checkpoints, beside which it writes, or {LOGS}, got neither"
+            )
         if self.training.get("load_best_model_at_end") and self.validation is None:
             raise ValueError("load_best_model_at_end of training needs eval_steps, got none")
         if self.validation is not None:
-            check_length(self.validation, max((schedule.length for schedule in schedules), default=0))
+            check_length(
+                self.validation, max((schedule.length for schedule in schedules), default=0)
+            )
 
 
 def _check_value(name: str, value: Any, expected: Any) -> None:
@@ -137,7 +157,9 @@ def _check_value(name: str, value: Any, expected: Any) -> None:
     least = LEAST.get(name)
     if least is not None and value is not None and not least <= value < math.inf:
         raise ValueError(f"{name} of training must be at least {least}, got {value!r}")
-    check(not name.startswith("adam_beta") or value < 1, f"{name} of training", "less than 1", value)
+    check(
+        not name.startswith("adam_beta") or value < 1, f"{name} of training", "less than 1", value
+    )
     if name == "fp16" and value and not torch.cuda.is_available():
         raise ValueError("fp16 of training needs a GPU: on a CPU, bf16 is possible, got true")
 
@@ -145,14 +167,19 @@ def _check_value(name: str, value: Any, expected: Any) -> None:
 def _check_installed(arguments: TrainingArguments) -> None:
     if arguments.torch_compile:
         try:  # which compiles nothing yet
-            backend, mode = arguments.torch_compile_backend or "inductor", arguments.torch_compile_mode
+            backend = arguments.torch_compile_backend or "inductor"
+            mode = arguments.torch_compile_mode
             torch.compile(nn.Identity(), backend=backend, mode=mode)
         except RuntimeError as error:
-            raise ValueError(f"torch_compile must be possible with this backend and mode, got {error}") from error
+            raise ValueError(
+                f"torch_compile must be possible with this backend and mode, got {error}"
+            ) from error
     try:
         Trainer.get_optimizer_cls_and_kwargs(arguments)
     except ImportError as error:
-        raise ValueError(f"optim must be an optimizer that is installed, got {arguments.optim}: {error}") from error
+        raise ValueError(
+            f"optim must be an optimizer that is installed, got {arguments.optim}: {error}"
+        ) from error
     try:
         for logger in get_reporting_integration_callbacks(arguments.report_to):
             logger()

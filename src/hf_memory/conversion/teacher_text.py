@@ -21,7 +21,9 @@ from hf_memory.progress import Progress, silent
 
 SOURCE = re.compile(r"teacher:(\d+)([kKmM]?)(?::(.+))?")
 UNITS = {"": 1, "k": 1000, "m": 1_000_000}
-BATCH, LENGTH, QUESTION = 16, 512, 64  # texts in a batch, tokens of a text, tokens of a generated question
+BATCH = 16
+LENGTH = 512
+QUESTION = 64  # texts in a batch, tokens of a text, tokens of a generated question
 Row = dict[str, Any]
 PLACE = "\N{BLACK SQUARE}"
 
@@ -36,7 +38,9 @@ def parse_source(source: str) -> tuple[int, list[str]] | None:
     match = SOURCE.fullmatch(source)
     if match is None:
         if source.startswith("teacher:"):
-            raise ValueError(f"text must be teacher:500k or teacher:1M, with :FILE for prompts of a file, got {source}")
+            raise ValueError(
+                f"text must be teacher:500k or teacher:1M, with :FILE for prompts of a file, got {source}"
+            )
         return None
     return int(match[1]) * UNITS[match[2].lower()], read_prompts(Path(match[3])) if match[3] else []
 
@@ -72,14 +76,21 @@ def write_text(
     Raises:
         OSError: if the file cannot be written; what was written before stays.
     """
-    words = describe({"teacher": teacher, "num_tokens": num_tokens, "prompts": list(prompts), "seed": seed})
+    words = describe(
+        {"teacher": teacher, "num_tokens": num_tokens, "prompts": list(prompts), "seed": seed}
+    )
     name = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:12]
-    file, partial = folder / f"teacher-{name}.jsonl", folder / f"teacher-{name}.partial"
+    file = folder / f"teacher-{name}.jsonl"
+    partial = folder / f"teacher-{name}.partial"
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    known = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
-    whole = [line for line in known if line.endswith("\n")]  # of a stopped call, without an unfinished batch
+    known = (
+        partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
+    )
+    whole = [
+        line for line in known if line.endswith("\n")
+    ]  # of a stopped call, without an unfinished batch
     rows = [json.loads(line) for line in whole[: len(whole) // BATCH * BATCH]]
     tokens = sum(_size(tokenizer, row) for row in rows)
     with written(partial.name, folder, "its texts so far are kept"), partial.open("w") as lines:
@@ -88,7 +99,11 @@ def write_text(
             report(Progress("the teacher writes", min(tokens, num_tokens), num_tokens, 1))
             if tokens >= num_tokens:
                 break
-            some = [prompts[i % len(prompts)] for i in range(number * BATCH, (number + 1) * BATCH)] if prompts else []
+            some = (
+                [prompts[i % len(prompts)] for i in range(number * BATCH, (number + 1) * BATCH)]
+                if prompts
+                else []
+            )
             for row in _rows(teacher, tokenizer, some, seed + number):
                 lines.write(json.dumps(row) + "\n")
                 tokens += _size(tokenizer, row)
@@ -111,9 +126,13 @@ def _rows(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: int
         if tokenizer.chat_template is None:
             starts = list(prompts) or [tokenizer.bos_token or tokenizer.eos_token] * BATCH
             ends = _continued(teacher, tokenizer, starts, LENGTH)
-            yield from ({"text": start + end if prompts else end} for start, end in zip(starts, ends))
+            yield from (
+                {"text": start + end if prompts else end} for start, end in zip(starts, ends)
+            )
         else:
-            before, _, _ = apply_template(tokenizer, [{"role": "user", "content": PLACE}]).partition(PLACE)
+            before, _, _ = apply_template(
+                tokenizer, [{"role": "user", "content": PLACE}]
+            ).partition(PLACE)
             questions = list(prompts) or _continued(teacher, tokenizer, [before] * BATCH, QUESTION)
             talks = [[{"role": "user", "content": question.strip()}] for question in questions]
             starts = [apply_template(tokenizer, x, add_generation_prompt=True) for x in talks]
@@ -123,6 +142,9 @@ def _rows(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: int
 
 
 def _continued(teacher: PreTrainedModel, tokenizer, starts: list[str], length: int) -> list[str]:
-    read, start = tokenizer(starts, add_special_tokens=False)["input_ids"], start_of(tokenizer)
-    begun = [ids if ids[: len(start)] == start else start + ids for ids in read]  # templates may write it themselves
+    read = tokenizer(starts, add_special_tokens=False)["input_ids"]
+    start = start_of(tokenizer)
+    begun = [
+        ids if ids[: len(start)] == start else start + ids for ids in read
+    ]  # templates may write it themselves
     return continued(teacher, tokenizer, begun, do_sample=True, max_new_tokens=length)

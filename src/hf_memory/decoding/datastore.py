@@ -23,7 +23,10 @@ from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
 
 FORMAT = "hf_memory datastore 1"
-KEYS, TOKENS, HEADER, INDEX = "keys.bin", "tokens.bin", "datastore.json", "index.faiss"
+KEYS = "keys.bin"
+TOKENS = "tokens.bin"
+HEADER = "datastore.json"
+INDEX = "index.faiss"
 KEY_DTYPES = ("float16", "bfloat16", "float32", "float64")
 SLICE = 2**24  # numbers that a search holds in memory at once
 SAMPLE = 2**18  # keys on which an index is trained
@@ -47,12 +50,19 @@ def _fault(header) -> str | None:
     if header["dtype"] not in KEY_DTYPES:
         return f"dtype must be one of {', '.join(KEY_DTYPES)}, got {header['dtype']!r}"
     shape = header.get("shape")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(x) is int and x > 0 for x in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or not all(type(x) is int and x > 0 for x in shape)
+    ):
         return f"shape must be the numbers of keys and of their channels, got {shape!r}"
     mixture = header.get("mixture", {})
     if not isinstance(mixture, dict) or not mixture.keys() <= {"weight", "temperature"}:
         return f"mixture must have a weight and a temperature, got {mixture!r}"
-    if not all(type(x) in (int, float) and 0 < x < math.inf for x in mixture.values()) or mixture.get("weight", 0) >= 1:
+    if (
+        not all(type(x) in (int, float) and 0 < x < math.inf for x in mixture.values())
+        or mixture.get("weight", 0) >= 1
+    ):
         return f"mixture must have a weight between 0 and 1 and a positive temperature, got {mixture!r}"
     return None
 
@@ -79,15 +89,22 @@ class Datastore:
         if fault := _fault(header):
             raise ValueError(f"{file} is damaged; build the datastore again: {fault}")
         if header["format"] != FORMAT:
-            raise ValueError(f"{self.folder} must have the format {FORMAT!r}, got {header['format']!r}")
+            raise ValueError(
+                f"{self.folder} must have the format {FORMAT!r}, got {header['format']!r}"
+            )
         self._description = header
-        self.module, self.fingerprint = header["module"], header["fingerprint"]
-        self.mixture: dict[str, float] = header.get("mixture", {})  # the weight and temperature that suit it
+        self.module = header["module"]
+        self.fingerprint = header["fingerprint"]
+        self.mixture: dict[str, float] = header.get(
+            "mixture", {}
+        )  # the weight and temperature that suit it
         size, width = header["shape"]
         self.keys = self._mapped(KEYS, (size, width), getattr(torch, header["dtype"]))  # [N, D]
         self.tokens = self._mapped(TOKENS, (size,), torch.int32)  # [N]
         if (least := int(self.tokens.min())) < 0:
-            raise ValueError(f"{self.folder / TOKENS} is damaged; build the datastore again: it has the token {least}")
+            raise ValueError(
+                f"{self.folder / TOKENS} is damaged; build the datastore again: it has the token {least}"
+            )
         self.index = self._read_index()
 
     def __len__(self) -> int:
@@ -100,16 +117,22 @@ class Datastore:
         if self.index is None:
             found = self._search(queries, k)
         else:
-            found = torch.from_numpy(self.index.search(queries.float().cpu().numpy(), k)[1]).to(queries.device)
+            found = torch.from_numpy(self.index.search(queries.float().cpu().numpy(), k)[1]).to(
+                queries.device
+            )
         places = found.clamp(min=0).cpu()
         distances = [
             (query[:, None] - self.keys[near].to(query)).square().sum(-1)
-            for query, near in zip(*(x.split(_rows(k * self.keys.shape[1])) for x in (queries, places)))
+            for query, near in zip(
+                *(x.split(_rows(k * self.keys.shape[1])) for x in (queries, places))
+            )
         ]
         tokens = self.tokens[places].long().to(queries.device)
         found_distances = torch.cat(distances).masked_fill(found < 0, torch.inf)
         if found_distances.isnan().any() and queries.isfinite().all():
-            raise ValueError(f"{self.folder / KEYS} is damaged; build the datastore again: a key is not finite")
+            raise ValueError(
+                f"{self.folder / KEYS} is damaged; build the datastore again: a key is not finite"
+            )
         return Neighbours(found_distances, tokens)
 
     def _search(self, queries: Tensor, k: int) -> Tensor:
@@ -120,7 +143,10 @@ class Datastore:
             keys = keys.to(queries)
             far = keys.square().sum(-1) - 2 * queries @ keys.T  # without the square of the query
             near = far.topk(min(k, len(keys)), largest=False)
-            both = torch.cat([best, near.values], dim=1), torch.cat([places, near.indices + start], dim=1)
+            both = (
+                torch.cat([best, near.values], dim=1),
+                torch.cat([places, near.indices + start], dim=1),
+            )
             best, order = both[0].topk(min(k, both[0].shape[1]), largest=False)
             places = both[1].gather(1, order)
         return places
@@ -130,10 +156,13 @@ class Datastore:
         return range(0, len(self), rows), self.keys.split(rows)
 
     def _mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        file, count = self.folder / name, math.prod(shape)
+        file = self.folder / name
+        count = math.prod(shape)
         check_regular(name, file)
         if file.stat().st_size != count * dtype.itemsize:
-            raise ValueError(f"{file} must have {count * dtype.itemsize} bytes, got {file.stat().st_size}")
+            raise ValueError(
+                f"{file} must have {count * dtype.itemsize} bytes, got {file.stat().st_size}"
+            )
         return torch.from_file(str(file), shared=False, size=count, dtype=dtype).view(shape)
 
     def _read_index(self):
@@ -145,10 +174,14 @@ class Datastore:
         try:
             index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
         except (RuntimeError, MemoryError) as error:
-            raise ValueError(f"{file} is damaged; delete it, or build the datastore again") from error
+            raise ValueError(
+                f"{file} is damaged; delete it, or build the datastore again"
+            ) from error
         if (index.ntotal, index.d) != tuple(self.keys.shape):
             given = f"of {index.ntotal} keys of {index.d} channels for {len(self)} of {self.keys.shape[1]}"
-            raise ValueError(f"{file} is of another datastore; delete it, or build the datastore again: it is {given}")
+            raise ValueError(
+                f"{file} is of another datastore; delete it, or build the datastore again: it is {given}"
+            )
         lists = faiss.try_extract_index_ivf(index)
         if lists is not None:
             lists.nprobe = min(PROBES, lists.nlist)
@@ -158,12 +191,18 @@ class Datastore:
         """Keep the weight and temperature that `tune` has found; `NearestNeighbours` then uses them by default."""
         self.mixture = mixture
         with replaced(self.folder / HEADER) as partial:
-            partial.write_text(json.dumps(self._description | {"mixture": mixture}, indent=1), encoding="utf-8")
+            partial.write_text(
+                json.dumps(self._description | {"mixture": mixture}, indent=1), encoding="utf-8"
+            )
 
     def add_index(self, description: str) -> None:
         """Add an index of faiss for the keys; see `build_datastore`."""
         faiss = _faiss()
-        some = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))[:SAMPLE].sort().values
+        some = (
+            torch.randperm(len(self), generator=torch.Generator().manual_seed(0))[:SAMPLE]
+            .sort()
+            .values
+        )
         with _suits(description):
             index = faiss.index_factory(self.keys.shape[1], description)
             index.train(self.keys[some].float().numpy())
@@ -205,15 +244,20 @@ def build_datastore(
     Raises:
         ValueError: if there are too few tokens, the folder is in use, or the model has no such module.
     """
-    folder, text = Path(folder), Text.of(tokens)
+    folder = Path(folder)
+    text = Text.of(tokens)
     if text.tokens.ndim != 1 or len(text) < 2:
-        raise ValueError(f"tokens must be [T] with at least two tokens, got shape {tuple(text.tokens.shape)}")
+        raise ValueError(
+            f"tokens must be [T] with at least two tokens, got shape {tuple(text.tokens.shape)}"
+        )
     check(length >= 2, "length", "at least 2 tokens", length)
     with claimed(folder, "folder"):
         return _build(model, text, folder, length, dtype, module, index, report)
 
 
-def _build(model, text: Text, folder: Path, length: int, dtype: torch.dtype, module, index, report) -> Datastore:
+def _build(
+    model, text: Text, folder: Path, length: int, dtype: torch.dtype, module, index, report
+) -> Datastore:
     """Build a datastore in a folder that is claimed."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"folder must be a new one, got {folder}, which is in use")
@@ -277,16 +321,23 @@ def _width(model: PreTrainedModel, module: str) -> int:
     return seen[0].shape[-1]
 
 
-def _write_keys(model, text: Text, folder: Path, length: int, dtype: torch.dtype, module: str, report) -> None:
-    last, was_training = len(text) - 1, model.training
+def _write_keys(
+    model, text: Text, folder: Path, length: int, dtype: torch.dtype, module: str, report
+) -> None:
+    last = len(text) - 1
+    was_training = model.training
     model.eval()
     try:
         with open(folder / KEYS, "wb") as keys_file, inputs_of(model, module) as seen:
             for window, scored in windows(last, length - len(text.start)):
-                model.base_model(text.begun(text.tokens[None, window]).to(model.device), use_cache=False)
+                model.base_model(
+                    text.begun(text.tokens[None, window]).to(model.device), use_cache=False
+                )
                 keys = seen[0][0, -scored:].to("cpu", dtype).contiguous()
                 if not keys.isfinite().all():
-                    raise ValueError(f"dtype must have the range of the keys, got {dtype}, in which some are infinite")
+                    raise ValueError(
+                        f"dtype must have the range of the keys, got {dtype}, in which some are infinite"
+                    )
                 keys.view(torch.uint8).numpy().tofile(keys_file)
                 report(Progress("reading into the datastore", window.stop, last, 1))
     finally:

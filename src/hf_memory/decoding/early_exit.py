@@ -67,15 +67,26 @@ class EarlyExit(Attached):
     ):
         super().__init__()
         if getattr(model.config, "depth", "fixed") != "fixed":
-            raise ValueError(f"model must run its layers one after the other, got depth={model.config.depth!r}")
+            raise ValueError(
+                f"model must run its layers one after the other, got depth={model.config.depth!r}"
+            )
         modules = decoder_layers(model)
         self.num_layers = len(modules)
         self.layers = exit_layers(self.num_layers, layers)
         if not isinstance(confidence, nn.Module):
-            check(confidence in CONFIDENCES, "confidence", f"{', '.join(CONFIDENCES)} or a classifier", confidence)
+            check(
+                confidence in CONFIDENCES,
+                "confidence",
+                f"{', '.join(CONFIDENCES)} or a classifier",
+                confidence,
+            )
         check(states in STATES, "states", f"one of {', '.join(STATES)}", states)
-        self.model, self.norm = model, last_norm(model)
-        self.confidence, self.threshold, self.decay, self.states = confidence, threshold, decay, states
+        self.model = model
+        self.norm = last_norm(model)
+        self.confidence = confidence
+        self.threshold = threshold
+        self.decay = decay
+        self.states = states
         self.depths: list[Tensor] = []
         self.decoded = 0  # number of tokens since the prompt
         self.is_active = False
@@ -94,7 +105,15 @@ class EarlyExit(Attached):
             return torch.full_like(start, self.threshold)
         return (0.9 * self.threshold + 0.1 * torch.exp(-self.decay * start)).clamp(max=1)
 
-    def _run(self, i: int, layer: Callable, skipped: list[nn.Module], hidden_states: Tensor, *args, **kwargs):
+    def _run(
+        self,
+        i: int,
+        layer: Callable,
+        skipped: list[nn.Module],
+        hidden_states: Tensor,
+        *args,
+        **kwargs,
+    ):
         """Replaces the forward of a layer."""
         if i == 0:
             self._begin(hidden_states, [*args, *kwargs.values()])
@@ -120,7 +139,8 @@ class EarlyExit(Attached):
         B, T = hidden_states.shape[:2]
         cache = next((x for x in given if isinstance(x, Cache)), None)
         if cache is None:
-            self.is_active, decoded = self.states == "exact", torch.arange(T)
+            self.is_active = self.states == "exact"
+            decoded = torch.arange(T)
         else:
             self.is_active = T == 1 and cache.get_seq_length() > 0
             self.decoded = self.decoded + 1 if self.is_active else 0
@@ -172,8 +192,11 @@ def replaced(module: nn.Module, forward: Callable):
 
 def stateless_parts(layer: nn.Module) -> list[nn.Module]:
     """Parts of a layer that do not affect keys, values or states: the feed-forward part, and queries."""
-    mlp, attention = feed_forward(layer), [x for x in layer.children() if not isinstance(x, MemoryMixer)]
-    found = [getattr(x, name) for x in attention for name in ("q_proj", "o_proj") if hasattr(x, name)]
+    mlp = feed_forward(layer)
+    attention = [x for x in layer.children() if not isinstance(x, MemoryMixer)]
+    found = [
+        getattr(x, name) for x in attention for name in ("q_proj", "o_proj") if hasattr(x, name)
+    ]
     return found if mlp is None else [*found, mlp]
 
 
@@ -182,7 +205,9 @@ def silent(part: nn.Module, x: Tensor, *_, **__) -> Tensor:
     return x.new_zeros(*x.shape[:-1], getattr(part, "out_features", x.shape[-1]))
 
 
-def exit_loss(model: PreTrainedModel, outputs, labels: Tensor, num_items_in_batch=None, *, layers=None) -> Tensor:
+def exit_loss(
+    model: PreTrainedModel, outputs, labels: Tensor, num_items_in_batch=None, *, layers=None
+) -> Tensor:
     """Cross-entropy of the predictions at all exits and at the end, weighted by the number of layers below.
 
     `Trainer(model, arguments, compute_loss_func=partial(exit_loss, model))` trains a model to predict at exits; its
@@ -196,10 +221,14 @@ def exit_loss(model: PreTrainedModel, outputs, labels: Tensor, num_items_in_batc
         layers: the exits; see `EarlyExit`.
     """
     exits = exit_layers(len(outputs.hidden_states) - 1, layers)
-    weights, norm = [*exits, len(outputs.hidden_states) - 1], last_norm(model)
+    weights = [*exits, len(outputs.hidden_states) - 1]
+    norm = last_norm(model)
     logits = [*(head(model, norm(outputs.hidden_states[i])) for i in exits), outputs.logits]
-    size, of_all = model.config.get_text_config().vocab_size, {"num_items_in_batch": num_items_in_batch}
-    losses = [model.loss_function(logits=x, labels=labels, vocab_size=size, **of_all) for x in logits]
+    size = model.config.get_text_config().vocab_size
+    of_all = {"num_items_in_batch": num_items_in_batch}
+    losses = [
+        model.loss_function(logits=x, labels=labels, vocab_size=size, **of_all) for x in logits
+    ]
     return sum(w * loss for w, loss in zip(weights, losses)) / sum(weights)
 
 
@@ -215,7 +244,9 @@ def fit_classifier(
         layers: the exits; see `EarlyExit`.
         steps: largest number of steps of L-BFGS.
     """
-    norm, features, agree = last_norm(model), [], []
+    norm = last_norm(model)
+    features = []
+    agree = []
     exits = exit_layers(len(decoder_layers(model)), layers)
     for row in texts.to(model.device).split(1):
         outputs = model(row, output_hidden_states=True, use_cache=False)
@@ -223,14 +254,22 @@ def fit_classifier(
             last = norm(outputs.hidden_states[i])
             features.append(last[0].float())
             agree.append(head(model, last).argmax(-1)[0] == outputs.logits.argmax(-1)[0])
-    x, y = torch.cat(features), torch.cat(agree).float()
+    x = torch.cat(features)
+    y = torch.cat(agree).float()
     classifier = nn.Linear(x.shape[1], 1).to(x)
     classifier.weight.zero_(), classifier.bias.zero_()
-    optimizer = torch.optim.LBFGS(classifier.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        classifier.parameters(), max_iter=steps, line_search_fn="strong_wolfe"
+    )
 
-    def closure() -> Tensor:  # LBFGS turns on gradients; with a small weight decay, there is an optimum
+    def closure() -> (
+        Tensor
+    ):  # LBFGS turns on gradients; with a small weight decay, there is an optimum
         optimizer.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(classifier(x)[:, 0], y) + 1e-4 * classifier.weight.square().sum()
+        loss = (
+            F.binary_cross_entropy_with_logits(classifier(x)[:, 0], y)
+            + 1e-4 * classifier.weight.square().sum()
+        )
         loss.backward()
         return loss
 
@@ -267,7 +306,8 @@ def calibrate(
     needed = math.ceil(math.log(1 / error) / (2 * tolerance**2))
     least = f"at least {needed} for tolerance {tolerance}, error {error}"
     check(len(texts) >= needed, "texts", least, len(texts))
-    wanted, lowest = [_predictions(model, text) for text in texts], None
+    wanted = [_predictions(model, text) for text in texts]
+    lowest = None
     for threshold in sorted(thresholds, reverse=True):
         with EarlyExit(model, threshold=threshold, **options):
             found = [_predictions(model, text) for text in texts]
@@ -287,7 +327,8 @@ def calibrate(
 def _predictions(model: PreTrainedModel, text: Tensor) -> Tensor:
     """The most likely next tokens [T - T / 2] in the second half of a text [T], which is read token by token."""
     half = len(text) // 2
-    row, found = text[None].to(model.device), []
+    row = text[None].to(model.device)
+    found = []
     past = {"use_cache": True, cache_name(model): cache_of(model(row[:, :half], use_cache=True))}
     for t in range(half, len(text)):
         found.append(model(row[:, t : t + 1], **past).logits[0, -1].argmax())

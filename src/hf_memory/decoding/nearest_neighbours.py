@@ -11,7 +11,7 @@ from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of, windo
 from hf_memory.decoding.parts import Attached
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.text import Text
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.modeling.base import kept_positions
 from hf_memory.modeling.checks import check
 
@@ -30,7 +30,7 @@ def mix(logits: Tensor, near: Neighbours, weight: float, temperature: float) -> 
     Returns:
         Log probabilities [n, V], in float32 or wider.
     """
-    log_p = wide(logits).log_softmax(-1)
+    log_p = upcast(logits).log_softmax(-1)
     weights = (-near.distances.to(log_p) / temperature).softmax(-1)
     retrieved = torch.zeros_like(log_p).scatter_add(-1, near.tokens, weights).log()
     mixed = torch.logaddexp(math.log1p(-weight) + log_p, math.log(weight) + retrieved)
@@ -48,14 +48,17 @@ class Beside(Attached):
         super().__init__()
         check(k >= 1, "k", "at least 1", k)
         if datastore.fingerprint != model_fingerprint(model.base_model, torch.bfloat16):
-            raise ValueError(f"datastore must be made by the same model and weights, got {datastore.folder}")
+            raise ValueError(
+                f"datastore must be made by the same model and weights, got {datastore.folder}"
+            )
         vocab_size = model.config.get_text_config().vocab_size
         if (largest := int(datastore.tokens.max())) >= vocab_size:
             raise ValueError(
                 f"datastore must have tokens of the model, below {vocab_size}, got {largest} in {datastore.folder}, "
                 "which is damaged; build it again"
             )
-        self.datastore, self.k = datastore, k
+        self.datastore = datastore
+        self.k = k
         self._inputs = self.enter_context(inputs_of(model, datastore.module))
 
     def nearest(self, logits_to_keep: int | Tensor, like: Tensor) -> Neighbours:
@@ -92,11 +95,14 @@ class NearestNeighbours(Beside):
         temperature: float | None = None,
     ):
         weight = datastore.mixture.get("weight", 0.25) if weight is None else weight
-        temperature = datastore.mixture.get("temperature", 1.0) if temperature is None else temperature
+        temperature = (
+            datastore.mixture.get("temperature", 1.0) if temperature is None else temperature
+        )
         check(0 < weight < 1, "weight", "between 0 and 1", weight)
         check(temperature > 0, "temperature", "positive", temperature)
         super().__init__(model, datastore, k)
-        self.weight, self.temperature = weight, temperature
+        self.weight = weight
+        self.temperature = temperature
         self.enter_context(model.register_forward_hook(self._mix, with_kwargs=True))
 
     def _mix(self, model: PreTrainedModel, _: tuple, given: dict, outputs):
@@ -105,7 +111,9 @@ class NearestNeighbours(Beside):
         outputs.logits = mixed.view_as(outputs.logits)
         if given.get("labels") is not None:
             outputs.loss = model.loss_function(
-                logits=outputs.logits, labels=given["labels"], vocab_size=model.config.get_text_config().vocab_size
+                logits=outputs.logits,
+                labels=given["labels"],
+                vocab_size=model.config.get_text_config().vocab_size,
             )
         return outputs
 
@@ -134,14 +142,23 @@ def tune(
         weights: the weights to choose from.
         temperatures: the temperatures to choose from; default: the mean distance divided by 1, 2, 4, ..., 256.
     """
-    text, parts = Text.of(tokens), []
+    text = Text.of(tokens)
+    parts = []
     with Beside(model, datastore, k) as beside:
         for window, scored in windows(len(text) - 1, length - len(text.start)):
             read = text.begun(text.tokens[None, window]).to(model.device)
             log_p = model(read, use_cache=False).logits[0, -scored:].float().log_softmax(-1)
-            following = text.tokens[window.stop - scored + 1 : window.stop + 1, None].to(log_p.device, torch.long)
+            following = text.tokens[window.stop - scored + 1 : window.stop + 1, None].to(
+                log_p.device, torch.long
+            )
             near = beside.nearest(scored, log_p)
-            parts.append((log_p.gather(-1, following)[:, 0], near.distances.float(), near.tokens == following))
+            parts.append(
+                (
+                    log_p.gather(-1, following)[:, 0],
+                    near.distances.float(),
+                    near.tokens == following,
+                )
+            )
     log_p, distances, same = (torch.cat(x) for x in zip(*parts))
     mean = float(distances[distances.isfinite()].mean())
     choices = [(w, t) for w in weights for t in temperatures or [mean / 2**n for n in range(9)]]
@@ -149,7 +166,9 @@ def tune(
     def log_likelihood(choice: tuple[float, float]) -> float:
         weight, temperature = choice
         retrieved = ((-distances / temperature).softmax(-1) * same).sum(-1).log()
-        return float(torch.logaddexp(math.log1p(-weight) + log_p, math.log(weight) + retrieved).mean())
+        return float(
+            torch.logaddexp(math.log1p(-weight) + log_p, math.log(weight) + retrieved).mean()
+        )
 
     return dict(zip(("weight", "temperature"), max(choices, key=log_likelihood)))
 
@@ -168,7 +187,7 @@ class RetrievalGate(nn.Linear):
     def forward(self, hidden_states: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
         """z [n, D] from h [n, D], the neighbours' tokens [n, k] and all rows of the head [V, D]."""
         y = rows[tokens]
-        weights = wide((y @ hidden_states[..., None])[..., 0]).softmax(-1).to(y.dtype)
+        weights = upcast((y @ hidden_states[..., None])[..., 0]).softmax(-1).to(y.dtype)
         m = (weights[:, None] @ y)[:, 0]
         return torch.lerp(m, hidden_states, super().forward(hidden_states).sigmoid())
 
@@ -189,9 +208,12 @@ class Spalm(Beside):
         ValueError: if k is less than 1, or the datastore was made by another model.
     """
 
-    def __init__(self, model: PreTrainedModel, datastore: Datastore, gate: RetrievalGate, *, k: int = 4):
+    def __init__(
+        self, model: PreTrainedModel, datastore: Datastore, gate: RetrievalGate, *, k: int = 4
+    ):
         super().__init__(model, datastore, k)
-        self.gate, self._kept = gate, 0
+        self.gate = gate
+        self._kept = 0
         self.enter_context(model.register_forward_pre_hook(self._note, with_kwargs=True))
         self.enter_context(model.get_output_embeddings().register_forward_pre_hook(self._mix))
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_memory.ops.contract import soft_capped
+from hf_memory.ops.soft_cap import soft_capped
 
 FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1")
 LAST_NORMS = ("norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "embedding_norm")
@@ -43,10 +43,20 @@ def last_norm(model: PreTrainedModel) -> nn.Module:
     Raises:
         ValueError: if there is none.
     """
-    norms = [module for name, module in model.base_model.named_modules() if name.rpartition(".")[2] in LAST_NORMS]
-    outside = [module for module in norms if not any(module in set(layer.modules()) for layer in decoder_layers(model))]
+    norms = [
+        module
+        for name, module in model.base_model.named_modules()
+        if name.rpartition(".")[2] in LAST_NORMS
+    ]
+    outside = [
+        module
+        for module in norms
+        if not any(module in set(layer.modules()) for layer in decoder_layers(model))
+    ]
     if not outside:
-        raise ValueError(f"model must have a final norm named {', '.join(LAST_NORMS)}, got {type(model).__name__}")
+        raise ValueError(
+            f"model must have a final norm named {', '.join(LAST_NORMS)}, got {type(model).__name__}"
+        )
     return outside[-1]
 
 

@@ -19,7 +19,16 @@ from hf_memory.evaluation.language import (
     recall_by_distance,
 )
 from hf_memory.evaluation.plots import plot_conversion, plot_heads, plot_task
-from hf_memory.evaluation.tasks import ITEMS, LENGTHS, OF_CARD, TASKS, Subject, evaluate, lengths_beyond, longest_window
+from hf_memory.evaluation.tasks import (
+    ITEMS,
+    LENGTHS,
+    OF_CARD,
+    TASKS,
+    Subject,
+    evaluate,
+    lengths_beyond,
+    longest_window,
+)
 from hf_memory.evaluation.writing import PROMPTS
 
 __all__ = [

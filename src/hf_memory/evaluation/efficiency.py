@@ -15,7 +15,9 @@ from hf_memory.evaluation.estimates import Estimate, best
 from hf_memory.modeling.configuration import MemoryConfig
 
 LONG = 2048  # number of tokens beyond which speed is measured once
-BYTES, READ, WRITTEN = "cache bytes", "tokens/s read", "tokens/s written"
+BYTES = "cache bytes"
+READ = "tokens/s read"
+WRITTEN = "tokens/s written"
 FAR = 2**24  # number of tokens that is longer than any window
 
 
@@ -29,13 +31,19 @@ def cost(model: PreTrainedModel, context: int, *, new_tokens: int = 16) -> dict[
     """
     check_counts(context=context, new_tokens=new_tokens)
     runs = 3 if context <= LONG else 1
-    sizes, read, written = zip(*(reading_and_writing(model, context, new_tokens) for _ in range(runs)))
+    sizes, read, written = zip(
+        *(reading_and_writing(model, context, new_tokens) for _ in range(runs))
+    )
     return {BYTES: max(sizes), READ: Estimate(read, of=best), WRITTEN: Estimate(written, of=best)}
 
 
 @torch.no_grad()
 def reading_and_writing(
-    model: PreTrainedModel, context: int, new_tokens: int, *, clock: Callable[[], float] = time.perf_counter
+    model: PreTrainedModel,
+    context: int,
+    new_tokens: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, float, float]:
     """Bytes of the cache at the end, tokens per second of a prefill, and tokens per second of greedy decoding after it.
 
@@ -83,14 +91,20 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     check_counts(num_tokens=num_tokens)
     dtype = _dtype(config)
     if isinstance(config, MemoryConfig):
-        return sum(state.nbytes(num_tokens, dtype) for spec in config.state_specs for state in spec.values())
+        return sum(
+            state.nbytes(num_tokens, dtype)
+            for spec in config.state_specs
+            for state in spec.values()
+        )
     kinds = layer_types(config)
     seen = {
         "full_attention": num_tokens,
         "sliding_attention": min(num_tokens, (getattr(config, "sliding_window", None) or 1) - 1),
     }
     if not set(kinds) <= set(seen):
-        raise ValueError(f"config must have layers of attention or of hf_memory, got {', '.join(sorted(set(kinds)))}")
+        raise ValueError(
+            f"config must have layers of attention or of hf_memory, got {', '.join(sorted(set(kinds)))}"
+        )
     return sum(seen[kind] for kind in kinds) * _token_bytes(config)
 
 

@@ -50,7 +50,9 @@ class Estimate(float):
         samples = torch.as_tensor(samples, dtype=torch.float64, device="cpu")
         weights = torch.ones_like(samples) if weights is None else weights.to(samples)
         made = super().__new__(cls, of(samples, weights).item())
-        made.samples, made.weights, made.of = samples, weights, of
+        made.samples = samples
+        made.weights = weights
+        made.of = of
         return made
 
     def __getnewargs__(self):
@@ -75,9 +77,11 @@ class Share(Estimate):
 
     def interval(self) -> tuple[float, float]:
         """The 95 % interval."""
-        N, p = len(self.samples), float(self)
+        N = len(self.samples)
+        p = float(self)
         spread = WIDTH * math.sqrt(p * (1 - p) / N + WIDTH**2 / (4 * N**2))
-        middle, scale = p + WIDTH**2 / (2 * N), 1 + WIDTH**2 / N
+        middle = p + WIDTH**2 / (2 * N)
+        scale = 1 + WIDTH**2 / N
         return (middle - spread) / scale, (middle + spread) / scale
 
 

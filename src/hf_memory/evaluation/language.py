@@ -20,7 +20,9 @@ from hf_memory.modeling.checks import check
 BUDGET = 2**16  # number of tokens that a measure reads by default
 BATCH = 2**12  # number of tokens of a batch, unless a window has more
 SLICE = 2**24  # number of logits that are converted to float32 at once
-WHOLE = 2**29  # number of logits that a model returns at once; for more, it reads the text several times
+WHOLE = (
+    2**29
+)  # number of logits that a model returns at once; for more, it reads the text several times
 Tell = Callable[[int], object]
 
 
@@ -109,15 +111,22 @@ def _agreement(compared: Tensor) -> Agreement:
 
 
 @torch.no_grad()
-def _compared(student: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor, tell: Tell) -> Tensor:
+def _compared(
+    student: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor, tell: Tell
+) -> Tensor:
     """[N, 3, T - 1] for rows [N, T]: KL, top-1 agreement, and the student's loss minus the teacher's."""
     found = []
     for batch in _batches(rows, tell):
         parts = []
-        for (logits, following), (teachers, _) in zip(_logits(student, batch), _logits(teacher, batch), strict=True):
+        for (logits, following), (teachers, _) in zip(
+            _logits(student, batch), _logits(teacher, batch), strict=True
+        ):
             p_student, p_teacher = (x.float().log_softmax(-1) for x in (logits, teachers))
             kl = F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1)
-            losses = [F.nll_loss(x.mT, following.to(x.device), reduction="none") for x in (p_student, p_teacher)]
+            losses = [
+                F.nll_loss(x.mT, following.to(x.device), reduction="none")
+                for x in (p_student, p_teacher)
+            ]
             same = p_student.argmax(-1) == p_teacher.argmax(-1)
             parts.append(torch.stack([kl, same.to(kl), losses[0] - losses[1]], dim=1))
         found.append(torch.cat(parts, dim=-1).double().cpu())
@@ -155,14 +164,18 @@ def _spread(tokens: Text | Tensor, length: int, windows: int, max_tokens: int | 
     check_counts(length=length, windows=windows, max_tokens=max_tokens)
     if max_tokens is not None:
         windows = max(1, min(windows, max_tokens // length))
-    return _windows(tokens, length, max(1, (len(tokens) - length) // max(1, windows - 1)), None)[:windows]
+    return _windows(tokens, length, max(1, (len(tokens) - length) // max(1, windows - 1)), None)[
+        :windows
+    ]
 
 
 def _by_position(found: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Parts of [..., T - 1], of all tokens except the first: to 32, from there to 64, to 128, ..., to T."""
     length = found.shape[-1] + 1
     ends = [2**i for i in range(min(5, length.bit_length() - 1), length.bit_length())]
-    return zip(ends, found[..., : ends[-1] - 1].tensor_split([end - 1 for end in ends[:-1]], dim=-1))
+    return zip(
+        ends, found[..., : ends[-1] - 1].tensor_split([end - 1 for end in ends[:-1]], dim=-1)
+    )
 
 
 def recall_by_distance(
@@ -179,9 +192,19 @@ def recall_by_distance(
     distances = list(distances)
     check_counts(distances=distances, passage=passage, trials=trials, max_tokens=max_tokens)
     gaps = {d: d - passage for d in distances}
-    check(min(gaps.values(), default=0) >= 0, "distances", f"at least the {passage} tokens of a passage", distances)
+    check(
+        min(gaps.values(), default=0) >= 0,
+        "distances",
+        f"at least the {passage} tokens of a passage",
+        distances,
+    )
     trials = trials_within(max_tokens, gaps.values(), passage=passage, trials=trials)
-    settings: dict = {"passage": passage, "trials": trials, "max_tokens": None, "progress": progress}
+    settings: dict = {
+        "passage": passage,
+        "trials": trials,
+        "max_tokens": None,
+        "progress": progress,
+    }
     return {d: copy_gain(model, tokens, gap=gap, **settings) for d, gap in gaps.items()}
 
 
@@ -212,10 +235,13 @@ def copy_gain(
     """
     check_counts(passage=passage, gap=gap, trials=trials, max_tokens=max_tokens)
     check_length(tokens, passage)
-    text, before = Text.of(tokens), passage // 2
+    text = Text.of(tokens)
+    before = passage // 2
     trials = trials_within(max_tokens, [gap], passage=passage, trials=trials)
     starts = torch.linspace(0, len(text) - passage, trials).long()
-    fillers = starts + passage + max(0, len(text) - 2 * passage - before - gap) // 2  # far from the passage, cyclically
+    fillers = (
+        starts + passage + max(0, len(text) - 2 * passage - before - gap) // 2
+    )  # far from the passage, cyclically
     texts = text.tokens[starts[:, None] + torch.arange(passage)]
     others = text.tokens[(fillers[:, None] + torch.arange(before + passage + gap)) % len(text)]
     unread = torch.cat([others, texts], dim=1)
@@ -239,12 +265,18 @@ def trials_within(max_tokens: int | None, gaps: Iterable[int], *, passage: int, 
 def token_losses(model: PreTrainedModel, input_ids: Tensor, last: int | None = None) -> Tensor:
     """The negative log-likelihood [B, n] of the last n tokens of [B, T], else of all but the first, in float32."""
     compared = _logits(model, input_ids, last)
-    return torch.cat([F.cross_entropy(x.float().mT, y.to(x.device), reduction="none") for x, y in compared], 1).cpu()
+    return torch.cat(
+        [F.cross_entropy(x.float().mT, y.to(x.device), reduction="none") for x, y in compared], 1
+    ).cpu()
 
 
-def _losses(model: PreTrainedModel, rows: Tensor, progress: Tell, last: int | None = None) -> Tensor:
+def _losses(
+    model: PreTrainedModel, rows: Tensor, progress: Tell, last: int | None = None
+) -> Tensor:
     """Losses in float64, so that means are exact."""
-    return torch.cat([token_losses(model, batch, last) for batch in _batches(rows, progress)]).double()
+    return torch.cat(
+        [token_losses(model, batch, last) for batch in _batches(rows, progress)]
+    ).double()
 
 
 def _batches(rows: Tensor, progress: Tell) -> Iterator[Tensor]:
@@ -253,7 +285,9 @@ def _batches(rows: Tensor, progress: Tell) -> Iterator[Tensor]:
         progress(batch.numel())
 
 
-def _logits(model: PreTrainedModel, input_ids: Tensor, last: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+def _logits(
+    model: PreTrainedModel, input_ids: Tensor, last: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Slices of the logits [B, n, V] of tokens [B, T], and the tokens [B, n] that follow: all of them, or the last.
 
     They have no more than SLICE logits, unless one place has more, and are views of no more than WHOLE.

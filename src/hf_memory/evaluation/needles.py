@@ -18,8 +18,30 @@ from hf_memory.evaluation.estimates import Estimate, Share
 from hf_memory.evaluation.writing import greedy
 from hf_memory.files.text import Text, start_of
 
-ADJECTIVES = ("quiet", "golden", "broken", "ancient", "hollow", "gentle", "distant", "frozen", "crooked", "humble")
-NOUNS = ("river", "lantern", "orchard", "falcon", "harbor", "violin", "meadow", "compass", "anchor", "garden")
+ADJECTIVES = (
+    "quiet",
+    "golden",
+    "broken",
+    "ancient",
+    "hollow",
+    "gentle",
+    "distant",
+    "frozen",
+    "crooked",
+    "humble",
+)
+NOUNS = (
+    "river",
+    "lantern",
+    "orchard",
+    "falcon",
+    "harbor",
+    "violin",
+    "meadow",
+    "compass",
+    "anchor",
+    "garden",
+)
 KEYS = [" ".join(pair) for pair in product(ADJECTIVES, NOUNS)]
 ROOM = 16  # tokens that an answer may have in addition to the number
 RIGHT = "digits right"
@@ -123,15 +145,22 @@ def hunt(
     for prompt, words in samples:
         answer = words.answer
         read = torch.tensor([prompt + answer], device=model.device)
-        logits = model(read, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, -len(answer) - 1 : -1].float()
+        logits = (
+            model(read, use_cache=False, logits_to_keep=len(answer) + 1)
+            .logits[0, -len(answer) - 1 : -1]
+            .float()
+        )
         expected = read[0, -len(answer) :]
-        losses, right = F.cross_entropy(logits, expected, reduction="none"), logits.argmax(-1) == expected
+        losses = F.cross_entropy(logits, expected, reduction="none")
+        right = logits.argmax(-1) == expected
         digits = [any(x.isdigit() for x in tokenizer.decode([token])) for token in answer]
         written = bool(right.all())  # then greedy decoding gives it
         if not written:
             (after,) = greedy(model, tokenizer, [prompt], len(answer) + ROOM)
             written = words.number in after
-        found.append((float(written), right[digits].double().mean().item(), -losses[digits].mean().item()))
+        found.append(
+            (float(written), right[digits].double().mean().item(), -losses[digits].mean().item())
+        )
         progress(len(prompt))
     whole, shares, likely = zip(*found)
     return {"found": Share(whole), RIGHT: Share(shares), "log-probability": Estimate(likely)}
@@ -142,7 +171,9 @@ def shortest(tokenizer, kind: Hunt) -> int:
     return 2 * _words(tokenizer, kind, random.Random(0)).length
 
 
-def hide(tokenizer, tokens: Tensor, kind: Hunt, length: int, depth: float, dice: random.Random) -> Sample:
+def hide(
+    tokenizer, tokens: Tensor, kind: Hunt, length: int, depth: float, dice: random.Random
+) -> Sample:
     """Make a sample with the needle at a depth; other needles are at random places.
 
     Raises:
@@ -151,7 +182,9 @@ def hide(tokenizer, tokens: Tensor, kind: Hunt, length: int, depth: float, dice:
     words = _words(tokenizer, kind, dice)
     room = length - words.length - ROOM
     if room < 0:
-        raise ValueError(f"length must be at least {length - room} tokens for these needles, got {length}")
+        raise ValueError(
+            f"length must be at least {length - room} tokens for these needles, got {length}"
+        )
     if kind.hay:
         hay = _ids(tokenizer, kind.hay * room)[:room]
     else:  # a part of the text, which is continued at its beginning
@@ -163,14 +196,19 @@ def hide(tokenizer, tokens: Tensor, kind: Hunt, length: int, depth: float, dice:
 
 
 def _words(tokenizer, kind: Hunt, dice: random.Random) -> Words:
-    keys, first = dice.sample(KEYS, kind.keys), 10 ** (kind.digits - 1)
+    keys = dice.sample(KEYS, kind.keys)
+    first = 10 ** (kind.digits - 1)
     numbers = list(map(str, dice.sample(range(first, 10 * first), kind.keys)))
-    needles = [f"\n{kind.needle.format(key=key, number=number)}\n" for key, number in zip(keys, numbers)]
+    needles = [
+        f"\n{kind.needle.format(key=key, number=number)}\n" for key, number in zip(keys, numbers)
+    ]
     asked = "\n" + kind.question.format(key=keys[0])
     question = _ids(tokenizer, asked)
     answer = _ids(tokenizer, f"{asked} {numbers[0]}")[len(question) :]
     opening = [*start_of(tokenizer), *_ids(tokenizer, kind.opening)]
-    return Words(opening, [_ids(tokenizer, needle) for needle in needles], question, answer, numbers[0])
+    return Words(
+        opening, [_ids(tokenizer, needle) for needle in needles], question, answer, numbers[0]
+    )
 
 
 def _ids(tokenizer, text: str) -> list[int]:

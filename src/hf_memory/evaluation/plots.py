@@ -19,15 +19,21 @@ GOLDEN = 0.618  # turns of the color circle by which colors are far apart, howev
 SMALLEST = 1e-12  # an axis that spans less shows rounding only
 
 
-def plot_conversion(path: Path, losses: Mapping[str, History], perplexities: Mapping[str, float]) -> None:
+def plot_conversion(
+    path: Path, losses: Mapping[str, History], perplexities: Mapping[str, float]
+) -> None:
     """Write a PNG with the loss of each stage beside the held-out perplexity of each model."""
     figure, (*stages, last) = _panels(len(losses) + 1)
     for axes, (stage, history) in zip(stages, losses.items()):
         for label, name in {"training": "loss", "validation": "eval_loss"}.items():
             if points := [(x["step"], x[name]) for x in history if name in x]:
                 axes.plot(*zip(*points), label=label)
-        is_above_zero = any(x.get("loss", 0) > 0 for x in history)  # a student that equals its teacher has no loss
-        axes.set(title=stage, xlabel="step", ylabel="loss", yscale="log" if is_above_zero else "linear")
+        is_above_zero = any(
+            x.get("loss", 0) > 0 for x in history
+        )  # a student that equals its teacher has no loss
+        axes.set(
+            title=stage, xlabel="step", ylabel="loss", yscale="log" if is_above_zero else "linear"
+        )
         if any("eval_loss" in x for x in history):
             axes.legend()
     bars = last.bar(list(perplexities), list(perplexities.values()))
@@ -36,7 +42,9 @@ def plot_conversion(path: Path, losses: Mapping[str, History], perplexities: Map
     figure.savefig(path, dpi=120, format="png", bbox_inches="tight")  # a legend may be wider
 
 
-def plot_heads(path: Path, scores: Iterable[tuple[int, int, float]], chosen: Iterable[tuple[int, int, float]]) -> None:
+def plot_heads(
+    path: Path, scores: Iterable[tuple[int, int, float]], chosen: Iterable[tuple[int, int, float]]
+) -> None:
     """Write a PNG with the score of each head, and a cross on those that were chosen.
 
     Args:
@@ -48,7 +56,9 @@ def plot_heads(path: Path, scores: Iterable[tuple[int, int, float]], chosen: Ite
     figure, (panel,) = _panels(1)
     points = panel.scatter(layers, heads, c=values, marker="s", s=60, cmap="viridis")
     panel.plot(*list(zip(*chosen))[:2], "x", color="red", label="keep everything")
-    panel.set(title="scores of key-value heads", xlabel="layer", ylabel="head", yticks=sorted({*heads}))
+    panel.set(
+        title="scores of key-value heads", xlabel="layer", ylabel="head", yticks=sorted({*heads})
+    )
     figure.colorbar(points)
     _finish(figure, path)
 
@@ -67,14 +77,24 @@ def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]
         return
     figure, axes = _panels(len(labels) + len(maps))
     for panel, label in zip(axes, labels):
-        curves = {name: {at: row[label] for at, row in found.items() if label in row} for name, found in models.items()}
+        curves = {
+            name: {at: row[label] for at, row in found.items() if label in row}
+            for name, found in models.items()
+        }
         _plot_models(panel, curves)
         panel.set(title=fill(label, WIDTH))
     for panel, (model, found) in zip(axes[len(labels) :], maps.items()):
-        panel.imshow(list(zip(*(row[RIGHT]["samples"] for row in found.values()))), vmin=0, vmax=1, aspect="auto")
+        panel.imshow(
+            list(zip(*(row[RIGHT]["samples"] for row in found.values()))),
+            vmin=0,
+            vmax=1,
+            aspect="auto",
+        )
         panel.set_xticks(range(len(found)), found)
         title = fill(f"{RIGHT}, {_shown(model)}", WIDTH)
-        panel.set(title=title, xlabel="tokens", ylabel="needle at the end ... the beginning", yticks=[])
+        panel.set(
+            title=title, xlabel="tokens", ylabel="needle at the end ... the beginning", yticks=[]
+        )
     _finish(figure, path)
 
 
@@ -88,7 +108,9 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
     names = list(dict.fromkeys(name for found in models.values() for name in found))
     if not names:
         return
-    height = 0.6 + 0.2 * len(models) + max(0.4, 0.07 * len(models)) * len(names)  # inches, of legend and bars
+    height = (
+        0.6 + 0.2 * len(models) + max(0.4, 0.07 * len(models)) * len(names)
+    )  # inches, of legend and bars
     figure, (panel,) = _panels(1, height=height)
     thick = 0.8 / len(models)
     for i, (model, found) in enumerate(models.items()):
@@ -96,7 +118,9 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
         places = [names.index(name) + (i - (len(models) - 1) / 2) * thick for name in found]
         sides = list(zip(*map(_sides, scores))) or None
         values = [x["value"] for x in scores]
-        panel.barh(places, values, thick, xerr=sides, capsize=2, color=_color(i), label=_shown(model))
+        panel.barh(
+            places, values, thick, xerr=sides, capsize=2, color=_color(i), label=_shown(model)
+        )
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     panel.margins(y=0.02)
@@ -115,7 +139,9 @@ def _plot_models(panel, models: Mapping[str, Mapping[str, dict]]) -> None:
         x = [places[at] + APART * (i - (len(models) - 1) / 2) for at in curve]
         sides = list(zip(*map(_sides, curve.values())))
         values = [figure["value"] for figure in curve.values()]
-        panel.errorbar(x, values, sides, marker="o", capsize=3, color=_color(i), label=_shown(model))
+        panel.errorbar(
+            x, values, sides, marker="o", capsize=3, color=_color(i), label=_shown(model)
+        )
     panel.set_xticks(list(places.values()), list(places))
     panel.set_xlabel("tokens" if all(at.isdigit() for at in places) else "")
     panel.set_xlim(min(places.values(), default=0) - 0.5, max(places.values(), default=0) + 0.5)
@@ -138,7 +164,9 @@ def _sides(figure: dict) -> tuple[float, float]:
 
 def _panels(count: int, height: float = 4):
     """A figure with axes side by side, which needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second, which most calls do not need
+    from matplotlib.backends.backend_agg import (
+        FigureCanvasAgg,  # takes half a second, which most calls do not need
+    )
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * count + 2 * (count == 1), height), layout="constrained")
@@ -152,7 +180,9 @@ def _finish(figure, path: Path) -> None:
     for panel in figure.axes:
         handles, labels = panel.get_legend_handles_labels()
         shown |= dict(zip(labels, handles))
-    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(figure.axes))
+    figure.legend(
+        list(shown.values()), list(shown), loc="outside lower center", ncols=len(figure.axes)
+    )
     figure.savefig(path, dpi=120, format="png", bbox_inches="tight")  # a legend may be wider
 
 

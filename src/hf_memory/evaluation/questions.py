@@ -15,12 +15,58 @@ from typing import NamedTuple
 
 from hf_memory.evaluation.needles import ADJECTIVES, KEYS, NOUNS, SINGLE
 
-NAMES = ("Anna", "Peter", "Maria", "Thomas", "Laura", "Daniel", "Emma", "Martin", "Julia", "Simon", "Clara", "Victor")
+NAMES = (
+    "Anna",
+    "Peter",
+    "Maria",
+    "Thomas",
+    "Laura",
+    "Daniel",
+    "Emma",
+    "Martin",
+    "Julia",
+    "Simon",
+    "Clara",
+    "Victor",
+)
 COLORS = ("red", "blue", "green", "yellow", "purple", "orange", "black", "white", "brown", "pink")
-CITIES = ("Paris", "London", "Rome", "Madrid", "Berlin", "Vienna", "Oslo", "Lisbon", "Athens", "Dublin")
+CITIES = (
+    "Paris",
+    "London",
+    "Rome",
+    "Madrid",
+    "Berlin",
+    "Vienna",
+    "Oslo",
+    "Lisbon",
+    "Athens",
+    "Dublin",
+)
 PETS = ("dog", "cat", "horse", "rabbit", "parrot", "turtle", "hamster", "goat")
-JOBS = ("doctor", "teacher", "farmer", "lawyer", "painter", "baker", "pilot", "nurse", "singer", "driver")
-VERBS = ("saw", "found", "passed", "followed", "remembered", "carried", "painted", "crossed", "left", "admired")
+JOBS = (
+    "doctor",
+    "teacher",
+    "farmer",
+    "lawyer",
+    "painter",
+    "baker",
+    "pilot",
+    "nurse",
+    "singer",
+    "driver",
+)
+VERBS = (
+    "saw",
+    "found",
+    "passed",
+    "followed",
+    "remembered",
+    "carried",
+    "painted",
+    "crossed",
+    "left",
+    "admired",
+)
 THINGS = {
     "animals": ("dog", "cat", "horse", "cow", "lion"),
     "fruits": ("apple", "banana", "orange", "pear", "grape"),
@@ -132,7 +178,10 @@ def so_many(number: int) -> Scorer:
 
     def score(text: str) -> float:
         things = [_words(part) for part in text.rstrip(". ").split(",")]
-        return float(len(things) == len(set(map(tuple, things))) == number and all(1 <= len(x) <= 2 for x in things))
+        return float(
+            len(things) == len(set(map(tuple, things))) == number
+            and all(1 <= len(x) <= 2 for x in things)
+        )
 
     return score
 
@@ -147,25 +196,35 @@ def _lines(text: str) -> list[str]:
 
 def _copying(dice: Random, room: int) -> Question:
     words = dice.sample(NOUNS + COLORS + PETS, 6)
-    return Question(f"Repeat these words: {' '.join(words)}", " ".join(words), alike(words, str.split))
+    return Question(
+        f"Repeat these words: {' '.join(words)}", " ".join(words), alike(words, str.split)
+    )
 
 
 def _capitals(dice: Random, room: int) -> Question:
     words = dice.sample(NAMES + CITIES, 3)
     shouted = [word.upper() for word in words]
-    return Question(f"Write in capital letters: {' '.join(words)}", " ".join(shouted), alike(shouted, str.split))
+    return Question(
+        f"Write in capital letters: {' '.join(words)}", " ".join(shouted), alike(shouted, str.split)
+    )
 
 
 def _numbering(dice: Random, room: int) -> Question:
     things = dice.sample(THINGS[dice.choice(list(THINGS))], 4)
     rows = [f"{i}. {thing}" for i, thing in enumerate(things, 1)]
-    return Question(f"Write as a numbered list: {', '.join(things)}", "\n".join(rows), alike(rows, _lines))
+    return Question(
+        f"Write as a numbered list: {', '.join(things)}", "\n".join(rows), alike(rows, _lines)
+    )
 
 
 def _json(dice: Random, room: int) -> Question:
     fields = {"name": dice.choice(NAMES), "age": dice.randint(20, 79), "city": dice.choice(CITIES)}
     said = "{name} is {age} years old and lives in {city}.".format(**fields)
-    return Question(f"Write as JSON with the keys name, age and city: {said}", json.dumps(fields), same_fields(fields))
+    return Question(
+        f"Write as JSON with the keys name, age and city: {said}",
+        json.dumps(fields),
+        same_fields(fields),
+    )
 
 
 def _items(dice: Random, room: int) -> Question:
@@ -182,14 +241,20 @@ def _facts(dice: Random, room: int) -> Question:
 
 def filler(dice: Random) -> str:
     """A sentence that says nothing of importance."""
-    adjective, verb, (one, other) = dice.choice(ADJECTIVES), dice.choice(VERBS), dice.sample(JOBS, 2)
+    adjective, verb, (one, other) = (
+        dice.choice(ADJECTIVES),
+        dice.choice(VERBS),
+        dice.sample(JOBS, 2),
+    )
     return f"The {adjective} {one} {verb} the {other} near the {dice.choice(NOUNS)}."
 
 
 def _hidden(dice: Random, sentences: list[str], room: int) -> str:
     """Sentences in their order at random places of a text of filler sentences."""
     text = [filler(dice) for _ in range(room)]
-    for place, sentence in zip(sorted(dice.choices(range(room + 1), k=len(sentences)), reverse=True), sentences[::-1]):
+    for place, sentence in zip(
+        sorted(dice.choices(range(room + 1), k=len(sentences)), reverse=True), sentences[::-1]
+    ):
         text.insert(place, sentence)
     return " ".join(text)
 
@@ -198,9 +263,20 @@ def _needle(dice: Random, room: int, keys: int = 1, values: int = 1) -> Question
     """Numbers of keys, of which those of one key are asked for."""
     asked, *others = dice.sample(KEYS, keys)
     numbers = list(map(str, dice.sample(range(1000, 10000), keys * values)))
-    pairs = [(key, number) for i, key in enumerate([asked, *others]) for number in numbers[i * values :][:values]]
-    said = [SINGLE.needle.format(key=key, number=number) for key, number in dice.sample(pairs, len(pairs))]
-    verb, what = ("is", "special magic number") if values == 1 else ("are", f"{values} special magic numbers")
+    pairs = [
+        (key, number)
+        for i, key in enumerate([asked, *others])
+        for number in numbers[i * values :][:values]
+    ]
+    said = [
+        SINGLE.needle.format(key=key, number=number)
+        for key, number in dice.sample(pairs, len(pairs))
+    ]
+    verb, what = (
+        ("is", "special magic number")
+        if values == 1
+        else ("are", f"{values} special magic numbers")
+    )
     return Question(
         f"{_hidden(dice, said, room)}\nWhat {verb} the {what} for {asked} mentioned in the text?",
         f" {', '.join(numbers[:values])}",
@@ -211,7 +287,9 @@ def _needle(dice: Random, room: int, keys: int = 1, values: int = 1) -> Question
 
 def _variables(dice: Random, room: int, hops: int = 1) -> Question:
     """A chain of variables, each of which gets the value of the one before it."""
-    names = dice.sample([f"{a}{b}" for a in "ABCDEFGHKMNPRSTUVWXYZ" for b in "ABCDEFGHKMNPRSTUVWXYZ"], hops + 1)
+    names = dice.sample(
+        [f"{a}{b}" for a in "ABCDEFGHKMNPRSTUVWXYZ" for b in "ABCDEFGHKMNPRSTUVWXYZ"], hops + 1
+    )
     value = str(dice.randrange(1000, 10000))
     said = [f"VAR {a} = {b}." for a, b in zip(names, [value, *(f"VAR {name}" for name in names)])]
     return Question(
@@ -236,14 +314,21 @@ def _list(dice: Random, room: int, number: int = 20) -> Question:
 
 def _first_turn(dice: Random, room: int) -> Question:
     """A conversation in which the last question is about the first turn."""
-    about, values = dice.choice([("name", NAMES), ("home town", CITIES), ("pet", [f"a {pet}" for pet in PETS])])
+    about, values = dice.choice(
+        [("name", NAMES), ("home town", CITIES), ("pet", [f"a {pet}" for pet in PETS])]
+    )
     answer = dice.choice(values)
-    before = [f"My {about} is {answer}. Please remember it.", f"I will remember that your {about} is {answer}."]
+    before = [
+        f"My {about} is {answer}. Please remember it.",
+        f"I will remember that your {about} is {answer}.",
+    ]
     for first in range(0, room, 8):
         text = " ".join(filler(dice) for _ in range(min(8, room - first)))
         before += [f"Tell me part {first // 8 + 1} of a story.", text]
     asked = f"What is my {about}?"
-    return Question(asked, f" {answer}.", says(answer.split()[-1]), tuple(before), begun=f"Your {about} is")
+    return Question(
+        asked, f" {answer}.", says(answer.split()[-1]), tuple(before), begun=f"Your {about} is"
+    )
 
 
 def _of_gym(dice: Random, room: int, name: str, **options) -> Question:
@@ -251,10 +336,14 @@ def _of_gym(dice: Random, room: int, name: str, **options) -> Question:
     try:
         from reasoning_gym import create_dataset
     except ImportError as error:
-        raise ValueError(f"reasoning needs reasoning-gym: pip install reasoning-gym, got {name}") from error
+        raise ValueError(
+            f"reasoning needs reasoning-gym: pip install reasoning-gym, got {name}"
+        ) from error
     made = create_dataset(name, size=1, seed=dice.randrange(2**31), **options)
     entry = made[0]
-    return Question(entry["question"], entry["answer"], lambda text: made.score_answer(text.strip(), entry))
+    return Question(
+        entry["question"], entry["answer"], lambda text: made.score_answer(text.strip(), entry)
+    )
 
 
 LONG: dict = {"shots": 1, "has_length": True}
@@ -275,6 +364,8 @@ RETRIEVAL = {
 LONG_ANSWERS = {"list": Kind(_list, shots=0, new_tokens=80, has_length=True)}
 TURNS = {"first turn": Kind(_first_turn, shots=0, new_tokens=12, chance=1 / 10, has_length=True)}
 REASONING = {
-    "chain_sum": Kind(partial(_of_gym, name="chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1)),
+    "chain_sum": Kind(
+        partial(_of_gym, name="chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    ),
     "number_sorting": Kind(partial(_of_gym, name="number_sorting", min_numbers=3, max_numbers=4)),
 }

@@ -33,7 +33,9 @@ def open_record(folder: Path, settings: dict[str, Any]) -> Record:
         return {"settings": settings, "models": {}}
     record = _read(file)
     before = record["settings"]
-    if others := sorted(name for name in settings | before if settings.get(name) != before.get(name)):
+    if others := sorted(
+        name for name in settings | before if settings.get(name) != before.get(name)
+    ):
         wanted = "output must be a new folder or one of the same settings"
         raise ValueError(f"{wanted}, got {folder} with another {' and '.join(others)}")
     return record
@@ -86,7 +88,9 @@ def keep(folder: Path, record: Record) -> None:
 def table(record: Record) -> Iterator[tuple[str, ...]]:
     """The rows of the table as text: the columns of HEADER, and a column for each model."""
     for task, models in _by_task(record).items():
-        for at in sorted(dict.fromkeys(at for found in models.values() for at in found), key=_order):
+        for at in sorted(
+            dict.fromkeys(at for found in models.values() for at in found), key=_order
+        ):
             rows = [found.get(at, {}) for found in models.values()]
             for label in dict.fromkeys(label for row in rows for label in row if label != TEXTS):
                 yield task, at, label, *(said(row.get(label)) for row in rows)
@@ -96,15 +100,20 @@ def side_by_side(record: Record) -> Iterator[tuple[str, ...]]:
     """Each prompt with the longest answers that all models have given to it."""
     answers = [row["found"].get("answers", {}) for row in record["models"].values()]
     for at in sorted(set.intersection(*map(set, answers)), key=_order)[-1:]:
-        yield from zip(record["settings"]["prompts"], *(found[at][TEXTS]["value"] for found in answers))
+        yield from zip(
+            record["settings"]["prompts"], *(found[at][TEXTS]["value"] for found in answers)
+        )
 
 
 def draw(folder: Path, record: Record) -> None:
     """Write a picture of each task that has figures, and one of all scores."""
-    shown, by_task = labels(record), _by_task(record)
+    shown = labels(record)
+    by_task = _by_task(record)
     for task, models in by_task.items():
         if task != SUMMARY and task not in KINDS:
-            plot_task(folder / f"{task}.png", {shown[name]: found for name, found in models.items()})
+            plot_task(
+                folder / f"{task}.png", {shown[name]: found for name, found in models.items()}
+            )
     scores = {shown[name]: scores_of(row["found"]) for name, row in record["models"].items()}
     plot_scores(folder / f"{SUMMARY}.png", scores)
 

@@ -14,15 +14,27 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_memory.evaluation.estimates import Estimate, Share, ratio_of_sums
-from hf_memory.evaluation.questions import INSTRUCTIONS, LONG_ANSWERS, REASONING, RETRIEVAL, TURNS, Kind, Question
+from hf_memory.evaluation.questions import (
+    INSTRUCTIONS,
+    LONG_ANSWERS,
+    REASONING,
+    RETRIEVAL,
+    TURNS,
+    Kind,
+    Question,
+)
 from hf_memory.evaluation.writing import greedy
 from hf_memory.files.chat_template import apply_template
 from hf_memory.modeling.checks import check
 
-SCORE, TEACHERS, RATIO = "score", "teacher's score", "score / teacher's"
-WIN, TASKS_WON = "win and tie", "tasks won or tied"
+SCORE = "score"
+TEACHERS = "teacher's score"
+RATIO = "score / teacher's"
+WIN = "win and tie"
+TASKS_WON = "tasks won or tied"
 CANNOT = "the teacher cannot"
-SUMMARY, ALL = "scores", "all"  # task and place of the summary in a record
+SUMMARY = "scores"
+ALL = "all"  # task and place of the summary in a record
 FLOOR = 0.1  # the teacher's interval must be so far above chance
 FEW = 8  # filler sentences in examples
 KINDS = {
@@ -51,7 +63,11 @@ def check_tolerance(tolerance: float) -> None:
 
 def places(group: str, lengths: tuple[int, ...]) -> list[Place]:
     """The places of a group of questions."""
-    return [Place(name, x) for name, kind in KINDS[group].items() for x in (lengths if kind.has_length else [None])]
+    return [
+        Place(name, x)
+        for name, kind in KINDS[group].items()
+        for x in (lengths if kind.has_length else [None])
+    ]
 
 
 def ask(tokenizer, kind: Kind, place: Place, key: str) -> tuple[list[int], Question]:
@@ -78,9 +94,13 @@ def prompt_of(tokenizer, question: Question, examples: list[Question]) -> list[i
     turns = [*chain.from_iterable(shown), *question.before, question.asked]
     if tokenizer.chat_template is None:
         pairs = zip(turns[::2], [*turns[1::2], question.begun])
-        text = "\n\n".join(f"Question: {asked}\nAnswer: {answer}".rstrip() for asked, answer in pairs)
+        text = "\n\n".join(
+            f"Question: {asked}\nAnswer: {answer}".rstrip() for asked, answer in pairs
+        )
         return tokenizer(text)["input_ids"]
-    messages = [{"role": role, "content": turn} for role, turn in zip(cycle(["user", "assistant"]), turns)]
+    messages = [
+        {"role": role, "content": turn} for role, turn in zip(cycle(["user", "assistant"]), turns)
+    ]
     text = apply_template(tokenizer, messages, add_generation_prompt=True) + question.begun
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -109,10 +129,14 @@ def score(
     kind = KINDS[group][place.kind]
     prompts, questions = zip(*(ask(tokenizer, kind, place, f"{seed} {i}") for i in range(items)))
     texts = greedy(model, tokenizer, prompts, kind.new_tokens, tell)
-    return Share([x.score(text.split("\nQuestion:")[0].rstrip()) for x, text in zip(questions, texts)])
+    return Share(
+        [x.score(text.split("\nQuestion:")[0].rstrip()) for x, text in zip(questions, texts)]
+    )
 
 
-def compared(ours: Share, theirs: Mapping[str, Any], chance: float, tolerance: float) -> dict[str, Any]:
+def compared(
+    ours: Share, theirs: Mapping[str, Any], chance: float, tolerance: float
+) -> dict[str, Any]:
     """The figures of a student's score, beside its teacher's as it is in a record."""
     if theirs["low"] < chance + FLOOR:
         return {SCORE: ours, WIN: CANNOT}
@@ -126,10 +150,17 @@ def summary(ours: Mapping[str, Any], theirs: Mapping[str, Any], tolerance: float
 
     Scores are means over tasks, and their intervals resample tasks; win and tie is that of all questions.
     """
-    rows = [(row, theirs[group][at]) for group in KINDS for at, row in ours.get(group, {}).items() if RATIO in row]
+    rows = [
+        (row, theirs[group][at])
+        for group in KINDS
+        for at, row in ours.get(group, {}).items()
+        if RATIO in row
+    ]
     if not rows:
         return {}
-    scores = torch.tensor([[row[SCORE]["value"] for row in pair] for pair in rows], dtype=torch.float64)
+    scores = torch.tensor(
+        [[row[SCORE]["value"] for row in pair] for pair in rows], dtype=torch.float64
+    )
     return {
         TEACHERS: Estimate(scores[:, 1]),
         SCORE: Estimate(scores[:, 0]),

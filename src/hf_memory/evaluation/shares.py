@@ -14,7 +14,11 @@ Seen = dict[WindowedMixer, tuple[tuple, dict[str, Any], Tensor]]  # arguments an
 
 def mixers_with_memory(model: PreTrainedModel) -> list[WindowedMixer]:
     """The mixers of a model that have slots or kept tokens beside a window."""
-    return [x for x in model.modules() if isinstance(x, WindowedMixer) and (x.far is not None or x.retention)]
+    return [
+        x
+        for x in model.modules()
+        if isinstance(x, WindowedMixer) and (x.far is not None or x.kv_eviction)
+    ]
 
 
 @torch.no_grad()
@@ -27,7 +31,8 @@ def memory_shares(model: PreTrainedModel, input_ids: Tensor) -> dict[int, float]
         for mixer in mixers_with_memory(model):
             hooks.enter_context(mixer.register_forward_hook(keep, with_kwargs=True))
         model(input_ids.to(model.device), use_cache=False, logits_to_keep=1)
-    half, shares = input_ids.shape[1] // 2, {}
+    half = input_ids.shape[1] // 2
+    shares = {}
     for mixer, (args, given, output) in seen.items():
         with mixer.without_memory():
             rest, _ = mixer(*args, **given)

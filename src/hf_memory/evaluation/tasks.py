@@ -46,7 +46,15 @@ SHORTEST = 64  # tokens in which recall is measured
 SHARED_IN = 1024  # tokens in which the share of a memory is measured, or fewer
 TRIALS = 16  # largest number of passages for recall
 QUALITY = ("agreement", "perplexity", "recall")
-OF_CARD = ("instructions", "retrieval", "long_answers", "turns", *QUALITY, "memory", "speed")  # tasks for a model card
+OF_CARD = (
+    "instructions",
+    "retrieval",
+    "long_answers",
+    "turns",
+    *QUALITY,
+    "memory",
+    "speed",
+)  # tasks for a model card
 WINDOWS = ("full_attention_window", "sliding_window")  # fields of configs
 FACTOR = 4  # a model is measured on texts of so many windows, if the teacher's positions and the text allow it
 Figures = dict[str, Any]  # arguments of `described`, by name
@@ -108,7 +116,10 @@ class Subject:
 
     def reading(self, part: float) -> dict[str, Any]:
         """Arguments of a measure: a fraction of the largest number of tokens, and the progress report."""
-        return {"max_tokens": self.max_tokens and int(part * self.max_tokens), "progress": self.tell}
+        return {
+            "max_tokens": self.max_tokens and int(part * self.max_tokens),
+            "progress": self.tell,
+        }
 
 
 class Task(NamedTuple):
@@ -129,21 +140,36 @@ def _agreement(subject: Subject, length: int) -> dict[int, Figures]:
     assert subject.teacher is not None  # without a teacher there are no places
     both = subject.model, subject.teacher
     found = agreement_by_position(*both, subject.tokens, length=length, **subject.reading(1 / 4))
-    return {end: {"KL": x.kl, "same choice": x.top1, "perplexity ratio": x.ratio} for end, x in found.items()}
+    return {
+        end: {"KL": x.kl, "same choice": x.top1, "perplexity ratio": x.ratio}
+        for end, x in found.items()
+    }
 
 
 def _perplexity(subject: Subject, length: int) -> dict[int, Figures]:
-    found = perplexity_by_position(subject.model, subject.tokens, length=length, **subject.reading(1 / 4))
+    found = perplexity_by_position(
+        subject.model, subject.tokens, length=length, **subject.reading(1 / 4)
+    )
     return {end: {"perplexity": figure} for end, figure in found.items()}
 
 
 def _recall(subject: Subject, length: int) -> dict[int, Figures]:
     """Recall of the first eighth of a text of so many tokens, which is read again at its end."""
     how = subject.reading(1 / 2)
-    passage, begun, most = length // 8, len(Text.of(subject.tokens).start), how.pop("max_tokens")
+    passage = length // 8
+    begun = len(Text.of(subject.tokens).start)
+    most = how.pop("max_tokens")
     trials = TRIALS if most is None else max(1, min(TRIALS, most // (2 * sum(subject.contexts))))
     gap = length - begun - 2 * passage - passage // 2
-    found = copy_gain(subject.model, subject.tokens, passage=passage, gap=gap, trials=trials, max_tokens=None, **how)
+    found = copy_gain(
+        subject.model,
+        subject.tokens,
+        passage=passage,
+        gap=gap,
+        trials=trials,
+        max_tokens=None,
+        **how,
+    )
     return {length: {"recall": found}}
 
 
@@ -159,11 +185,15 @@ def _layer(index: int) -> str:
 
 
 def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
-    texts = list(answers(subject.model, subject.tokenizer, subject.prompts, new_tokens, subject.tell))
+    texts = list(
+        answers(subject.model, subject.tokenizer, subject.prompts, new_tokens, subject.tell)
+    )
     figures: Figures = {TEXTS: texts}
     if theirs := subject.theirs.get("answers", {}).get(str(new_tokens)):
         pairs = zip(texts, theirs[TEXTS]["value"])
-        figures["words before they differ from the teacher's"] = Estimate([words_alike(*pair) for pair in pairs])
+        figures["words before they differ from the teacher's"] = Estimate(
+            [words_alike(*pair) for pair in pairs]
+        )
     return {new_tokens: figures}
 
 
@@ -172,7 +202,9 @@ def _scored(group: str, says: str) -> Task:
 
     def where(subject: Subject) -> list[Place]:
         longest = getattr(subject.model.config, "max_position_embeddings", None) or math.inf
-        fitting = tuple(x for x in subject.score_lengths if x < longest)  # there must be room for the answer
+        fitting = tuple(
+            x for x in subject.score_lengths if x < longest
+        )  # there must be room for the answer
         return places(group, fitting) if subject.items and subject.tokenizer else []
 
     def measure(subject: Subject, place: Place) -> dict[Place, Figures]:
@@ -180,7 +212,11 @@ def _scored(group: str, says: str) -> Task:
         ours = score(subject.model, subject.tokenizer, group, place, **how)
         theirs = subject.theirs.get(group, {}).get(str(place))
         chance = KINDS[group][place.kind].chance
-        return {place: compared(ours, theirs[SCORE], chance, subject.tolerance) if theirs else {SCORE: ours}}
+        return {
+            place: compared(ours, theirs[SCORE], chance, subject.tolerance)
+            if theirs
+            else {SCORE: ours}
+        }
 
     return Task(says, where, measure)
 
@@ -193,7 +229,9 @@ def _search(says: str, kind: Hunt) -> Task:
         samples = samples_of(subject.tokenizer, subject.tokens, kind, length, **how)
         return {length: hunt(subject.model, subject.tokenizer, samples, subject.tell)}
 
-    return Task(says, lambda x: [n for n in x.contexts if n >= shortest(x.tokenizer, kind)], measure)
+    return Task(
+        says, lambda x: [n for n in x.contexts if n >= shortest(x.tokenizer, kind)], measure
+    )
 
 
 def largest_power(number: int) -> int:
@@ -209,8 +247,12 @@ TASKS = {
     "instructions": _scored("instructions", "scores of short answers: copying, lists, JSON, facts"),
     "retrieval": _scored("retrieval", "scores of numbers and variables found in a text, by length"),
     "long_answers": _scored("long_answers", "scores of long answers about a long text"),
-    "turns": _scored("turns", "scores of answers about the first turn of a conversation, by length"),
-    "reasoning": _scored("reasoning", "scores of answers to puzzles of reasoning-gym, which must be installed"),
+    "turns": _scored(
+        "turns", "scores of answers about the first turn of a conversation, by length"
+    ),
+    "reasoning": _scored(
+        "reasoning", "scores of answers to puzzles of reasoning-gym, which must be installed"
+    ),
     "agreement": Task(
         "KL divergence from the teacher, agreement on the next token, and perplexity, by position",
         lambda x: _whole_window(x) if x.teacher else [],
@@ -224,11 +266,15 @@ TASKS = {
     ),
     "memory": Task(
         "by what part the output of a layer's mixer would change without its memory, by layer",
-        lambda x: [_layer(mixer.layer_idx) for mixer in mixers_with_memory(x.model)[-1:] if x.contexts],
+        lambda x: [
+            _layer(mixer.layer_idx) for mixer in mixers_with_memory(x.model)[-1:] if x.contexts
+        ],
         _memory,
     ),
     "niah_single": _search("a number hidden in the text, by length and depth", SINGLE),
-    "niah_multikey": _search("four numbers with keys hidden in the text, of which one is asked for", MULTIKEY),
+    "niah_multikey": _search(
+        "four numbers with keys hidden in the text, of which one is asked for", MULTIKEY
+    ),
     "passkey": _search("a number hidden in a sentence that repeats", PASSKEY),
     "answers": Task("greedy answers to prompts, side by side", lambda x: [x.new_tokens], _answers),
     "speed": Task(

@@ -34,13 +34,19 @@ PROMPTS = (
 
 
 def answers(
-    model: PreTrainedModel, tokenizer, prompts: Sequence[str], new_tokens: int, progress: Callable[[int], object]
+    model: PreTrainedModel,
+    tokenizer,
+    prompts: Sequence[str],
+    new_tokens: int,
+    progress: Callable[[int], object],
 ) -> Iterator[str]:
     """Greedy answers with the chat template if there is one, else greedy continuations of the prompts."""
     has_template = tokenizer.chat_template is not None
     for prompt in prompts:
         if has_template:
-            prompt = apply_template(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+            prompt = apply_template(
+                tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True
+            )
         asked = tokenizer(prompt, add_special_tokens=not has_template)["input_ids"]
         yield from greedy(model, tokenizer, [asked], new_tokens)
         progress(new_tokens)
@@ -55,8 +61,14 @@ def greedy(
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> list[str]:
     """The texts that follow prompts, which are read in batches."""
-    plain: dict = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_new_tokens": new_tokens}
-    rows, texts = max(1, BATCH // max(map(len, prompts))), []
+    plain: dict = {
+        "do_sample": False,
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+        "max_new_tokens": new_tokens,
+    }
+    rows = max(1, BATCH // max(map(len, prompts)))
+    texts = []
     for first in range(0, len(prompts), rows):
         batch = prompts[first : first + rows]
         texts += continued(model, tokenizer, batch, **plain)
@@ -66,16 +78,21 @@ def greedy(
 
 def continued(model: PreTrainedModel, tokenizer, prompts: Sequence[list[int]], **how) -> list[str]:
     """The texts that `generate` writes after prompts, which it reads with padding on the left."""
-    padding = next((x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None), 0)
+    padding = next(
+        (x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None), 0
+    )
     longest = max(map(len, prompts))
     read = torch.tensor([[padding] * (longest - len(x)) + x for x in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in prompts], device=model.device)
+    mask = torch.tensor(
+        [[0] * (longest - len(x)) + [1] * len(x) for x in prompts], device=model.device
+    )
     made = model.generate(read, attention_mask=mask, pad_token_id=padding, **how)  # type: ignore[operator]
     return tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)
 
 
 def words_alike(text: str, other: str) -> int:
     """The number of words at the beginning of two texts that are the same."""
-    words, others = text.split(), other.split()
+    words = text.split()
+    others = other.split()
     same = [word == other for word, other in zip(words, others)]
     return [*same, False].index(False)

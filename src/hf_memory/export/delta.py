@@ -29,9 +29,13 @@ class Kimi(Target):
         if K != V:
             faults.append(f"linear_value_head_dim=linear_key_head_dim={K}, got {V}")
         if rank is None or rank > K:
-            faults.append(f"output_gate_low_rank_dim of at most linear_key_head_dim={K}, got {rank}")
+            faults.append(
+                f"output_gate_low_rank_dim of at most linear_key_head_dim={K}, got {rank}"
+            )
         if config.gate != "vector" and heads > K:
-            faults.append(f"gate='vector' where there are more heads ({heads}) than channels of a key ({K})")
+            faults.append(
+                f"gate='vector' where there are more heads ({heads}) than channels of a key ({K})"
+            )
         return faults
 
     def options(self, config: DeltaNetConfig) -> dict:
@@ -103,7 +107,9 @@ def _latent_attention(config: DeltaNetConfig) -> dict:
 def _decay_by_channel(config: DeltaNetConfig, mixer: Weights) -> tuple[Tensor, ...]:
     """A_log [HV], dt_bias [HV * K] and both factors of the projection; a decay per head is repeated for channels."""
     if config.gate == "vector":
-        return tuple(mixer[f"decay.{x}"] for x in ("A_log", "dt_bias", "down.weight", "proj.weight"))
+        return tuple(
+            mixer[f"decay.{x}"] for x in ("A_log", "dt_bias", "down.weight", "proj.weight")
+        )
     A_log, dt_bias, decay = parts.decay_by_head(config, mixer)
     heads = torch.eye(len(decay), dtype=decay.dtype)
     dt_bias, up = (x.repeat_interleave(config.linear_key_head_dim, 0) for x in (dt_bias, heads))

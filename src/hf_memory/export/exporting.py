@@ -48,7 +48,11 @@ class Export(NamedTuple):
 
 
 def export_model(
-    model: MemoryForCausalLM | str | Path, folder: str | Path, target: str = "auto", *, gguf: str | Path | None = None
+    model: MemoryForCausalLM | str | Path,
+    folder: str | Path,
+    target: str = "auto",
+    *,
+    gguf: str | Path | None = None,
 ) -> Export:
     """Write a model as an architecture that vLLM, SGLang, llama.cpp, MLX and transformers have.
 
@@ -78,7 +82,9 @@ def export_model(
         return _export(model, folder, target, file)
 
 
-def _export(model: MemoryForCausalLM | str | Path, folder: Path, target: str, gguf: Path | None) -> Export:
+def _export(
+    model: MemoryForCausalLM | str | Path, folder: Path, target: str, gguf: Path | None
+) -> Export:
     """Export to places that are claimed."""
     tokenizer = None
     if not isinstance(model, PreTrainedModel):
@@ -86,12 +92,16 @@ def _export(model: MemoryForCausalLM | str | Path, folder: Path, target: str, gg
             tokenizer = load_tokenizer(model)
         model = load_model(model)
     if not isinstance(model, MemoryForCausalLM):
-        raise ValueError(f"model must be a causal language model of hf_memory, got {type(model).__name__}")
+        raise ValueError(
+            f"model must be a causal language model of hf_memory, got {type(model).__name__}"
+        )
     found = find_target(model.config, target)
     if gguf is not None:
         check_gguf(found, model.config, tokenizer)
     with ExitStack() as stack:
-        work = stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent))
+        work = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
+        )
         partial = Path(work) / folder.name
         with written("export", folder, "nothing is left there"):
             save(rewrite(model, found), partial, found, model.config)
@@ -99,7 +109,9 @@ def _export(model: MemoryForCausalLM | str | Path, folder: Path, target: str, gg
                 tokenizer.save_pretrained(partial)
             if gguf is not None:
                 padded = LAYOUTS[found.name].target
-                write_gguf(rewrite(model, padded), padded, partial, stack.enter_context(replaced(gguf)))
+                write_gguf(
+                    rewrite(model, padded), padded, partial, stack.enter_context(replaced(gguf))
+                )
         error = compare(model, partial)
         partial.rename(folder)
     return Export(folder, found, found.engines(model.config), error)
@@ -113,17 +125,22 @@ def _check_places(folder: Path, gguf: Path | None) -> None:
     if gguf.exists() or gguf.absolute() == folder.absolute():
         raise ValueError(f"gguf must be a new file, got {gguf}")
     if not os.access(gguf.parent, os.W_OK):
-        raise ValueError(f"gguf must be a file in a folder that exists and can be written to, got {gguf}")
+        raise ValueError(
+            f"gguf must be a file in a folder that exists and can be written to, got {gguf}"
+        )
 
 
 @torch.no_grad()
 def rewrite(model: MemoryForCausalLM, target: Target) -> PreTrainedModel:
     """A model of the target's class in transformers that has our weights, on the CPU."""
-    config, layers = model.config, model.config.num_hidden_layers
+    config = model.config
+    layers = model.config.num_hidden_layers
     kinds = [target.layer_types[kind] for kind in config.layer_types]
     if target.needs_attention and not kept_layers(config):
         kinds.append("full_attention")
-    shape = {"num_hidden_layers": len(kinds)} | ({"layer_types": kinds} if target.needs_attention else {})
+    shape = {"num_hidden_layers": len(kinds)} | (
+        {"layer_types": kinds} if target.needs_attention else {}
+    )
     their_config = AutoConfig.for_model(target.model_type, **target.options(config), **shape)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(their_config)
@@ -138,17 +155,28 @@ def rewrite(model: MemoryForCausalLM, target: Target) -> PreTrainedModel:
 
 
 def _weights(model: MemoryForCausalLM, target: Target) -> dict[str, Tensor]:
-    config, ours = model.config, {name: x.cpu() for name, x in model.state_dict().items()}
+    config = model.config
+    ours = {name: x.cpu() for name, x in model.state_dict().items()}
     weights = dict(target.top({name: x for name, x in ours.items() if ".layers." not in name}))
     for i, kind in enumerate(config.layer_types):
         prefix = f"model.layers.{i}."
-        layer = {name.removeprefix(prefix): x for name, x in ours.items() if name.startswith(prefix)}
-        mixer = {name.removeprefix("mixer."): layer.pop(name) for name in list(layer) if name.startswith("mixer.")}
-        name, made = "self_attn", target.attention
+        layer = {
+            name.removeprefix(prefix): x for name, x in ours.items() if name.startswith(prefix)
+        }
+        mixer = {
+            name.removeprefix("mixer."): layer.pop(name)
+            for name in list(layer)
+            if name.startswith("mixer.")
+        }
+        name = "self_attn"
+        made = target.attention
         if kind == "memory":
-            name, made = target.memory_name, target.memory
+            name = target.memory_name
+            made = target.memory
         layer |= {f"{name}.{part}": x for part, x in made(config, mixer).items()}
-        weights |= {prefix + name: x.contiguous() for name, x in target.block(config, layer).items()}
+        weights |= {
+            prefix + name: x.contiguous() for name, x in target.block(config, layer).items()
+        }
     return weights
 
 
@@ -160,8 +188,12 @@ def _renamed(weights: dict[str, Tensor], parts: Mapping[str, str]) -> dict[str, 
 
 def save(theirs: PreTrainedModel, folder: Path, target: Target, config: MemoryConfig) -> None:
     """Write the target's files; config.json gets additional fields that some engines need."""
-    saved = {name: x for name, x in theirs.state_dict().items() if not name.endswith(target.unsaved)}
-    saved = _renamed(revert_weight_conversion(theirs, saved), target.file_names)  # names of published checkpoints
+    saved = {
+        name: x for name, x in theirs.state_dict().items() if not name.endswith(target.unsaved)
+    }
+    saved = _renamed(
+        revert_weight_conversion(theirs, saved), target.file_names
+    )  # names of published checkpoints
     theirs.save_pretrained(folder, state_dict=saved, save_original_format=False)
     file = folder / CONFIG_NAME
     fields = json.loads(file.read_text(encoding="utf-8"))
@@ -179,16 +211,24 @@ def compare(model: MemoryForCausalLM, folder: Path) -> float:
         ValueError: if it is larger than rounding errors. Their size is estimated by the difference between a prefill
             and token-by-token decoding of our own model.
     """
-    tokens = torch.randint(model.config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-    expected, repeated = _logits(model if model.dtype == torch.float32 else copy.deepcopy(model).float(), tokens)
+    tokens = torch.randint(
+        model.config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(0)
+    )
+    expected, repeated = _logits(
+        model if model.dtype == torch.float32 else copy.deepcopy(model).float(), tokens
+    )
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     largest = float(expected.abs().max())
     noise = float((repeated - expected).abs().max()) / largest
     error = max(float((x - expected).abs().max()) for x in _logits(theirs, tokens)) / largest
-    rounding = max(TOLERANCE if model.dtype == torch.float32 else IN_16_BITS, TIMES_ROUNDING * noise)
+    rounding = max(
+        TOLERANCE if model.dtype == torch.float32 else IN_16_BITS, TIMES_ROUNDING * noise
+    )
     if not error < rounding:
         expected = f"the model's logits up to {rounding:.0e} of the largest"
-        raise ValueError(f"the exported model must have {expected}, got a difference of {error:.0e}")
+        raise ValueError(
+            f"the exported model must have {expected}, got a difference of {error:.0e}"
+        )
     return error
 
 

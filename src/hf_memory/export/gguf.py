@@ -33,7 +33,9 @@ class Layout(NamedTuple):
 
     architecture: str  # a name in gguf.MODEL_ARCH, with the names of the tensors
     parameters: Callable[..., None]
-    tensors: Callable[[PreTrainedConfig, str, Tensor], Iterator[tuple[str, Tensor]]]  # with names from gguf's table
+    tensors: Callable[
+        [PreTrainedConfig, str, Tensor], Iterator[tuple[str, Tensor]]
+    ]  # with names from gguf's table
     target: Target  # whose options and weights are written, which may be padded
     name: str = ""  # llama.cpp's name, where the package gguf does not have the architecture
 
@@ -55,7 +57,9 @@ def _qwen3_5(writer, config: PreTrainedConfig) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(rotating)
-    writer.add_rope_dimension_sections([-(-rotating // 6)] * 3 + [0])  # pairs for each dimension of a picture
+    writer.add_rope_dimension_sections(
+        [-(-rotating // 6)] * 3 + [0]
+    )  # pairs for each dimension of a picture
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -65,9 +69,12 @@ def _qwen3_5(writer, config: PreTrainedConfig) -> None:
     writer.add_array("qwen35.attention.recurrent_layers", recurrent)
 
 
-def _qwen3_5_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _qwen3_5_tensors(
+    config: PreTrainedConfig, name: str, x: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """llama.cpp has value heads in another order: the first of each key head, then the second of each, and so on."""
-    heads, more = config.linear_num_key_heads, config.linear_num_value_heads
+    heads = config.linear_num_key_heads
+    more = config.linear_num_value_heads
     part = name.rpartition("linear_attn.")[2]
     if part in ("in_proj_qkv.weight", "conv1d.weight"):
         keys, values = x.squeeze(1).tensor_split([2 * heads * config.linear_key_head_dim])
@@ -105,17 +112,24 @@ def _granite_swa(writer, config: PreTrainedConfig) -> None:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_sliding_window(config.sliding_window or config.max_position_embeddings)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-    writer.add_array("granite_swa.attention.rope_pattern", [theta > 0 for theta in config.layer_rope_theta])
+    writer.add_array(
+        "granite_swa.attention.rope_pattern", [theta > 0 for theta in config.layer_rope_theta]
+    )
 
 
-def _granite_swa_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _granite_swa_tensors(
+    config: PreTrainedConfig, name: str, x: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     layer = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.sinks", name)
     yield f"blk.{layer[1]}.attn_sinks.weight" if layer else name, _neighbours(config, name, x)
 
 
 def _neighbours(config: PreTrainedConfig, name: str, x: Tensor) -> Tensor:
     """Rows of queries and keys in llama.cpp's order, which rotates neighbouring channels."""
-    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+    heads = {
+        "self_attn.q_proj": config.num_attention_heads,
+        "self_attn.k_proj": config.num_key_value_heads,
+    }
     count = next((count for part, count in heads.items() if part in name), 0)
     return x.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2) if count else x
 
@@ -127,7 +141,9 @@ def _granite(writer, config: PreTrainedConfig) -> None:
     writer.add_feed_forward_length(config.shared_intermediate_size)
     writer.add_head_count_kv([config.num_key_value_heads if kept else 0 for kept in is_attention])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")  # False turns RoPE off
+    writer.add_rope_scaling_finetuned(
+        config.position_embedding_type == "rope"
+    )  # False turns RoPE off
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
     writer.add_ssm_state_size(config.mamba_d_state)
     writer.add_ssm_group_count(config.mamba_n_groups)
@@ -135,11 +151,15 @@ def _granite(writer, config: PreTrainedConfig) -> None:
     writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
 
 
-def _granite_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _granite_tensors(
+    config: PreTrainedConfig, name: str, x: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """llama.cpp names a shared expert without other experts as an MLP."""
     x = _neighbours(config, name, x)
     if name.endswith("input_linear.weight"):
-        parts = (name.replace("shared_mlp.input_linear", f"mlp.{part}_proj") for part in ("gate", "up"))
+        parts = (
+            name.replace("shared_mlp.input_linear", f"mlp.{part}_proj") for part in ("gate", "up")
+        )
         yield from zip(parts, x.chunk(2))
         return
     if name.endswith("A_log"):
@@ -150,24 +170,35 @@ def _granite_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator
         x = x.unflatten(0, (config.mamba_n_groups, -1))
     elif name.endswith("conv1d.weight"):
         x = x.squeeze(1)
-    yield name.replace("dt_bias", "dt_proj.bias").replace("shared_mlp.output_linear", "mlp.down_proj"), x
+    yield (
+        name.replace("dt_bias", "dt_proj.bias").replace(
+            "shared_mlp.output_linear", "mlp.down_proj"
+        ),
+        x,
+    )
 
 
 LAYOUTS = {
     "qwen3_5": Layout("QWEN35", _qwen3_5, _qwen3_5_tensors, Qwen35()),
     "granite": Layout("GRANITE_HYBRID", _granite, _granite_tensors, Granite(LLAMA_CPP_EXPAND)),
-    "granite_swa": Layout("GRANITE", _granite_swa, _granite_swa_tensors, GraniteSWA(), "granite_swa"),
+    "granite_swa": Layout(
+        "GRANITE", _granite_swa, _granite_swa_tensors, GraniteSWA(), "granite_swa"
+    ),
 }
 
 
-def check_gguf(target: Target, config: MemoryConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def check_gguf(
+    target: Target, config: MemoryConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
     """Raise ValueError if a model cannot be written as a GGUF file."""
     fault = target.engines(config).get("llama.cpp", "it does not support the target")
     if target.name not in LAYOUTS:
         *first, last = LAYOUTS
         fault = f"hf_memory writes GGUF files of {', '.join(first)} and {last} only"
     if fault:
-        raise ValueError(f"the model must be supported by llama.cpp to be written as GGUF, but {fault}")
+        raise ValueError(
+            f"the model must be supported by llama.cpp to be written as GGUF, but {fault}"
+        )
     if not is_gguf_available():
         raise ValueError("a GGUF file needs gguf: pip install gguf")
     if tokenizer is not None:
@@ -192,7 +223,8 @@ def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
         ValueError: if llama.cpp does not have it.
     """
     described = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-    kind, before = described["model"]["type"], described["pre_tokenizer"] or {"type": "none"}
+    kind = described["model"]["type"]
+    before = described["pre_tokenizer"] or {"type": "none"}
     steps = [step for step in map(_step, before.get("pretokenizers", [before])) if step]
     for name, known in PRE_TOKENIZERS.items():
         if kind == "BPE" and steps == known:
@@ -221,7 +253,8 @@ def write_gguf(theirs: PreTrainedModel, target: Target, folder: Path, file: Path
     """
     import gguf
 
-    layout, config = LAYOUTS[target.name], theirs.config
+    layout = LAYOUTS[target.name]
+    config = theirs.config
     architecture = gguf.MODEL_ARCH[layout.architecture]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     writer = gguf.GGUFWriter(file, layout.name or gguf.MODEL_ARCH_NAMES[architecture])
@@ -233,7 +266,9 @@ def write_gguf(theirs: PreTrainedModel, target: Target, folder: Path, file: Path
     for name, x in theirs.state_dict().items():
         if name not in tied and not name.endswith(target.unsaved):
             for part, y in layout.tensors(config, name, x):
-                _add_tensor(writer, names.get_name(part, try_suffixes=(".weight", ".bias")) or part, y)
+                _add_tensor(
+                    writer, names.get_name(part, try_suffixes=(".weight", ".bias")) or part, y
+                )
     if (factors := _rope_factors(config)) is not None:
         _add_tensor(writer, "rope_freqs.weight", factors)
     writer.write_header_to_file()
@@ -246,10 +281,21 @@ def _add_tensor(writer, name: str, x: Tensor) -> None:
     """Add a tensor: matrices in the model's precision, all else in float32."""
     import gguf
 
-    kinds = {torch.bfloat16: gguf.GGMLQuantizationType.BF16, torch.float16: gguf.GGMLQuantizationType.F16}
-    is_matrix = x.ndim == 2 and name.endswith(".weight") and "conv1d" not in name and "norm" not in name
-    kind = kinds.get(x.dtype, gguf.GGMLQuantizationType.F32) if is_matrix else gguf.GGMLQuantizationType.F32
-    writer.add_tensor(name, gguf.quants.quantize(x.float().contiguous().numpy(), kind), raw_dtype=kind)
+    kinds = {
+        torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+        torch.float16: gguf.GGMLQuantizationType.F16,
+    }
+    is_matrix = (
+        x.ndim == 2 and name.endswith(".weight") and "conv1d" not in name and "norm" not in name
+    )
+    kind = (
+        kinds.get(x.dtype, gguf.GGMLQuantizationType.F32)
+        if is_matrix
+        else gguf.GGMLQuantizationType.F32
+    )
+    writer.add_tensor(
+        name, gguf.quants.quantize(x.float().contiguous().numpy(), kind), raw_dtype=kind
+    )
 
 
 def _add_tokens(writer, folder: Path, vocab_size: int) -> None:
@@ -262,7 +308,9 @@ def _add_tokens(writer, folder: Path, vocab_size: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     words = {i: word for word, i in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
-    kinds = [gguf.TokenType.NORMAL if i in words else gguf.TokenType.UNUSED for i in range(vocab_size)]
+    kinds = [
+        gguf.TokenType.NORMAL if i in words else gguf.TokenType.UNUSED for i in range(vocab_size)
+    ]
     for i, token in added.items():
         kinds[i] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")

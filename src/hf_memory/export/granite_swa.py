@@ -26,10 +26,15 @@ class GraniteSWA(Target):
 
     def check(self, config: MemoryTransformerConfig) -> list[str]:
         partial = config.rotary_dim != config.head_dim
-        return [f"rotation of all {config.head_dim} channels of a head, got {config.rotary_dim}"] if partial else []
+        return (
+            [f"rotation of all {config.head_dim} channels of a head, got {config.rotary_dim}"]
+            if partial
+            else []
+        )
 
     def options(self, config: MemoryTransformerConfig) -> dict:
-        theta, rotates = config.rope_parameters["rope_theta"], config.no_rope_layers or [1] * config.num_hidden_layers
+        theta = config.rope_parameters["rope_theta"]
+        rotates = config.no_rope_layers or [1] * config.num_hidden_layers
         return {
             **parts.shared_options(config),
             "num_attention_heads": config.num_attention_heads,
@@ -49,12 +54,17 @@ class GraniteSWA(Target):
     def attention(self, config: MemoryTransformerConfig, mixer: Weights) -> dict[str, Tensor]:
         """A sink has no value there, but a value has the effect of biases; see `Sinks`."""
         projections = {name: x for name, x in mixer.items() if not name.startswith("sinks.")}
-        found, out = parts.our_attention(projections, with_biases=_has_bias(config)), mixer["o_proj.weight"]
+        found = parts.our_attention(projections, with_biases=_has_bias(config))
+        out = mixer["o_proj.weight"]
         never = max(NO_SINK, torch.finfo(out.dtype).min)
-        found["sinks"] = mixer.get("sinks.logits", torch.full((config.num_attention_heads,), never).to(out))
+        found["sinks"] = mixer.get(
+            "sinks.logits", torch.full((config.num_attention_heads,), never).to(out)
+        )
         if "sinks.values" in mixer:
             u = mixer["sinks.values"]
-            of_queries = u.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 0).flatten()
+            of_queries = u.repeat_interleave(
+                config.num_attention_heads // config.num_key_value_heads, 0
+            ).flatten()
             changes = {"v": -u.flatten(), "o": out.float() @ of_queries.float()}
             for part, change in changes.items():
                 bias = found[f"{part}_proj.bias"]
@@ -66,8 +76,14 @@ class GraniteSWA(Target):
         return {"rope_theta": theirs.rope_parameters["rope_theta"]}
 
     def engines(self, config: MemoryTransformerConfig) -> dict[str, str]:
-        act = "" if config.hidden_act == "silu" else f"its MLP has silu only, got {config.hidden_act}"
-        return {"transformers": "", "vLLM": act, "llama.cpp": act or parts.llama_cpp_rope(config, "default", "llama3")}
+        act = (
+            "" if config.hidden_act == "silu" else f"its MLP has silu only, got {config.hidden_act}"
+        )
+        return {
+            "transformers": "",
+            "vLLM": act,
+            "llama.cpp": act or parts.llama_cpp_rope(config, "default", "llama3"),
+        }
 
 
 def _has_bias(config: MemoryTransformerConfig) -> bool:

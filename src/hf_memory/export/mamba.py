@@ -11,9 +11,19 @@ from hf_memory.export.parts import Weights
 from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 
-LLAMA_CPP_EXPAND = 2  # inner width relative to hidden_size in llama.cpp; a GGUF file is padded to it
-UNLIMITED = {"time_step_limit": [0.0, math.inf]}  # mlx-lm's default for Granite would be (0.001, 100)
-FREE = ("attention_bias", "attention_output_bias", "output_gate", "gate_low_rank_dim", "gate_logit_normalizer")
+LLAMA_CPP_EXPAND = (
+    2  # inner width relative to hidden_size in llama.cpp; a GGUF file is padded to it
+)
+UNLIMITED = {
+    "time_step_limit": [0.0, math.inf]
+}  # mlx-lm's default for Granite would be (0.001, 100)
+FREE = (
+    "attention_bias",
+    "attention_output_bias",
+    "output_gate",
+    "gate_low_rank_dim",
+    "gate_logit_normalizer",
+)
 MAMBA = {**ANY, **dict.fromkeys(FREE), "gate": ("mamba2",)}
 
 
@@ -36,22 +46,28 @@ class Granite(Target):
 
     def check(self, config: GatedLinearAttentionConfig) -> list[str]:
         faults = _check(config)
-        kept, rotates = parts.kept_layers(config), config.no_rope_layers
+        kept = parts.kept_layers(config)
+        rotates = config.no_rope_layers
         if rotates is not None and len({bool(rotates[i]) for i in kept}) > 1:
-            faults.append(f"no_rope_layers the same in all layers that keep attention, got {rotates}")
+            faults.append(
+                f"no_rope_layers the same in all layers that keep attention, got {rotates}"
+            )
         if kept and config.use_qk_norm:
             faults.append("use_qk_norm=False (attention has no q/k norm there), got True")
         if kept and config.head_dim * config.num_attention_heads != config.hidden_size:
             expected = f"hidden_size / num_attention_heads = {config.hidden_size / config.num_attention_heads:g}"
             faults.append(f"head_dim={expected}, got {config.head_dim}")
         if kept and config.rope_parameters.get("partial_rotary_factor", 1.0) != 1:
-            faults.append(f"partial_rotary_factor=1, got {config.rope_parameters['partial_rotary_factor']}")
+            faults.append(
+                f"partial_rotary_factor=1, got {config.rope_parameters['partial_rotary_factor']}"
+            )
         return faults
 
     def options(self, config: GatedLinearAttentionConfig) -> dict:
         n_groups, heads, expand = _sizes(config, self.expand)
         *_, K, V = config.memory_heads
-        kept, rope = parts.kept_layers(config), config.no_rope_layers
+        kept = parts.kept_layers(config)
+        rope = config.no_rope_layers
         rotates = kept and (rope is None or rope[kept[0]])
         return {
             **parts.shared_options(config),
@@ -77,15 +93,24 @@ class Granite(Target):
 
     def fields(self, config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
         """Layer types as in published models, which llama.cpp and MLX read, and the RoPE field that SGLang reads."""
-        words = ["mamba" if kind == "linear_attention" else "attention" for kind in theirs.layer_types]
-        return {"layer_types": words, "rope_theta": theirs.rope_parameters["rope_theta"], **UNLIMITED}
+        words = [
+            "mamba" if kind == "linear_attention" else "attention" for kind in theirs.layer_types
+        ]
+        return {
+            "layer_types": words,
+            "rope_theta": theirs.rope_parameters["rope_theta"],
+            **UNLIMITED,
+        }
 
     def memory(self, config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
         """Rows of in_proj are z, x, B, C and dt, which are our g, v, k, q and decay."""
         query_heads, *_, K, V = config.memory_heads
         n_groups, heads, _ = _sizes(config, self.expand)
         own = parts.spread(config, mixer, key_heads=query_heads)
-        own |= {"g_proj.weight": mixer["g_proj.weight"], "d_proj.weight": mixer["decay.proj.weight"]}
+        own |= {
+            "g_proj.weight": mixer["g_proj.weight"],
+            "d_proj.weight": mixer["decay.proj.weight"],
+        }
         rows = {"g": heads * V, "v": heads * V, "k": n_groups * K, "q": n_groups * K, "d": heads}
         for name, x in own.items():
             part, _, kind = name.partition("_")
@@ -105,23 +130,32 @@ class Granite(Target):
             zeros = {part: mixer["q_proj.weight"].new_zeros(count) for part, count in rows.items()}
             biases = {f"{part}_b": own.get(f"{part}_proj.bias", zeros[part]) for part in rows}
             found["in_proj.bias"] = parts.joined(biases, "gvkqd", "b")
-            found["out_proj.bias"] = mixer.get("o_proj.bias", torch.zeros_like(mixer["o_proj.weight"][:, 0]))
+            found["out_proj.bias"] = mixer.get(
+                "o_proj.bias", torch.zeros_like(mixer["o_proj.weight"][:, 0])
+            )
         return found
 
     def attention(self, config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
         """If any projection has a bias, all need one."""
         return parts.our_attention(mixer, with_biases=parts.has_bias(config))
 
-    def block(self, config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    def block(
+        self, config: GatedLinearAttentionConfig, layer: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """The MLP is a shared expert."""
         rest = {name: x for name, x in layer.items() if not name.startswith("mlp.")}
         return rest | {
-            "shared_mlp.input_linear.weight": torch.cat([layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]),
+            "shared_mlp.input_linear.weight": torch.cat(
+                [layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]
+            ),
             "shared_mlp.output_linear.weight": layer["mlp.down_proj.weight"],
         }
 
     def engines(self, config: GatedLinearAttentionConfig) -> dict[str, str]:
-        (n_groups, _, _), llama_cpp = _sizes(config), parts.llama_cpp_rope(config, "default", "llama3")
+        (n_groups, _, _), llama_cpp = (
+            _sizes(config),
+            parts.llama_cpp_rope(config, "default", "llama3"),
+        )
         if parts.has_bias(config):
             llama_cpp = "its memory layers have no biases"
         if _sizes(config, LLAMA_CPP_EXPAND)[2] != LLAMA_CPP_EXPAND:
@@ -168,9 +202,14 @@ class Mamba2(Granite):
         """Fields that MLX reads."""
         return {"intermediate_size": theirs.num_heads * theirs.head_dim, **UNLIMITED}
 
-    def block(self, config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    def block(
+        self, config: GatedLinearAttentionConfig, layer: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """The only norm is called `norm`."""
-        return {"norm.weight" if name == "input_layernorm.weight" else name: x for name, x in layer.items()}
+        return {
+            "norm.weight" if name == "input_layernorm.weight" else name: x
+            for name, x in layer.items()
+        }
 
 
 def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tuple[int, int, int]:
@@ -181,7 +220,10 @@ def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tup
     query_heads, *_, V = config.memory_heads
     heads = config.num_output_heads // query_heads
     n_groups = query_heads
-    while n_groups * heads * V % config.hidden_size or (expand or 0) > n_groups * heads * V // config.hidden_size:
+    while (
+        n_groups * heads * V % config.hidden_size
+        or (expand or 0) > n_groups * heads * V // config.hidden_size
+    ):
         n_groups += 1
     return n_groups, n_groups * heads, n_groups * heads * V // config.hidden_size
 

@@ -11,8 +11,21 @@ from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
 Weights = Mapping[str, Tensor]
-SAME = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "initializer_range")
-SAME += ("rms_norm_eps", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "dtype")
+SAME = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "initializer_range",
+)
+SAME += (
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+)
 NEVER = -30.0  # A_log and dt_bias of a memory without decay: e^-30 softplus(-30) is 1e-26
 
 
@@ -56,13 +69,22 @@ def spread(config, mixer: Weights, *, key_heads: int) -> dict[str, Tensor]:
     wanted = {"q": key_heads, "k": key_heads, "v": config.num_output_heads}
     found = dict(mixer)
     for part in "qkv":
-        for name in (f"{part}_proj.weight", f"{part}_proj.bias", f"{part}_conv1d.weight", f"{part}_conv1d.bias"):
+        for name in (
+            f"{part}_proj.weight",
+            f"{part}_proj.bias",
+            f"{part}_conv1d.weight",
+            f"{part}_conv1d.bias",
+        ):
             if name in mixer:
                 rows = mixer[name].unflatten(0, (heads[part], -1))
-                found[name] = rows.repeat_interleave(max(1, wanted[part] // heads[part]), 0).flatten(0, 1)
+                found[name] = rows.repeat_interleave(
+                    max(1, wanted[part] // heads[part]), 0
+                ).flatten(0, 1)
         if f"{part}_conv1d.weight" not in found:
             rows = found[f"{part}_proj.weight"]
-            found[f"{part}_conv1d.weight"] = F.one_hot(rows.new_full((len(rows),), 3).long(), 4).to(rows.dtype)
+            found[f"{part}_conv1d.weight"] = F.one_hot(rows.new_full((len(rows),), 3).long(), 4).to(
+                rows.dtype
+            )
     return found
 
 
@@ -73,7 +95,8 @@ def joined(weights: Weights, order: str, kind: str) -> Tensor:
 
 def full_rank(mixer: Weights, name: str) -> Tensor:
     """A projection as one matrix, also if it is a product of two."""
-    x, down = mixer[f"{name}.proj.weight"], mixer.get(f"{name}.down.weight")
+    x = mixer[f"{name}.proj.weight"]
+    down = mixer.get(f"{name}.down.weight")
     return x if down is None else (x.float() @ down.float()).to(x.dtype)
 
 
@@ -116,7 +139,8 @@ def llama_cpp_rope(config: MemoryConfig, *supported: str) -> str:
 
 def interval(config: MemoryConfig) -> int | None:
     """n if exactly every n-th layer is attention, else None. A pure model gets one attention layer that adds zero."""
-    kept, layers = kept_layers(config), config.num_hidden_layers
+    kept = kept_layers(config)
+    layers = config.num_hidden_layers
     if not kept:
         return layers + 1
     n = kept[0] + 1

@@ -13,7 +13,19 @@ from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
 PIN = 4097.0  # 1 + w of pinned norms: w = 4096 is exact in every precision
-HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # head sizes that attention kernels support
+HEAD_DIMS = (
+    16,
+    32,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+)  # head sizes that attention kernels support
 MLX = '''"""Qwen3.5 for text, by the name that config.json has; mlx-lm has it as a part of a larger model."""
 
 import mlx.core as mx
@@ -33,7 +45,12 @@ class Model(qwen3_5.Model):
 '''
 FILES = {"mlx_model.py": MLX}
 READERS = {  # matrices that read a norm's output
-    "input_layernorm.weight": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.", "linear_attn.in_proj_"),
+    "input_layernorm.weight": (
+        "self_attn.q_proj.",
+        "self_attn.k_proj.",
+        "self_attn.v_proj.",
+        "linear_attn.in_proj_",
+    ),
     "post_attention_layernorm.weight": ("mlp.gate_proj.", "mlp.up_proj."),
 }
 
@@ -52,11 +69,18 @@ class Qwen35(Target):
 
     def check(self, config: DeltaNetConfig) -> list[str]:
         faults = parts.check_output_norm(config, config.rms_norm_eps)
-        kept, rotates = parts.kept_layers(config), config.no_rope_layers
+        kept = parts.kept_layers(config)
+        rotates = config.no_rope_layers
         if rotates is not None and not all(rotates[i] for i in kept):
             faults.append(f"no_rope_layers=1 in all layers that keep attention, got {rotates}")
-        if kept and config.use_qk_norm and config.query_pre_attn_scalar not in (None, config.head_dim):
-            faults.append(f"query_pre_attn_scalar=head_dim={config.head_dim}, got {config.query_pre_attn_scalar}")
+        if (
+            kept
+            and config.use_qk_norm
+            and config.query_pre_attn_scalar not in (None, config.head_dim)
+        ):
+            faults.append(
+                f"query_pre_attn_scalar=head_dim={config.head_dim}, got {config.query_pre_attn_scalar}"
+            )
         return faults
 
     def options(self, config: DeltaNetConfig) -> dict:
@@ -67,14 +91,23 @@ class Qwen35(Target):
             "num_key_value_heads": config.num_key_value_heads if parts.kept_layers(config) else 1,
             "head_dim": D,
             "attention_bias": _is_pinned(config),
-            "rope_parameters": {**config.rope_parameters, "partial_rotary_factor": config.rotary_dim / D},
+            "rope_parameters": {
+                **config.rope_parameters,
+                "partial_rotary_factor": config.rotary_dim / D,
+            },
             **parts.delta_options(config),
         }
 
     def fields(self, config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-        every = {} if parts.interval(config) is None else {"full_attention_interval": parts.interval(config)}
+        every = (
+            {}
+            if parts.interval(config) is None
+            else {"full_attention_interval": parts.interval(config)}
+        )
         bias = {"qkv_bias": True} if _is_pinned(config) else {}
-        rope = {name: theirs.rope_parameters[name] for name in ("partial_rotary_factor", "rope_theta")}
+        rope = {
+            name: theirs.rope_parameters[name] for name in ("partial_rotary_factor", "rope_theta")
+        }
         (module,) = FILES
         own = {"mamba_ssm_dtype": "float32", "output_gate_type": "silu", "model_file": module}
         return {**every, **bias, **rope, **own}
@@ -97,8 +130,12 @@ class Qwen35(Target):
     def attention(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
         """The gate is sigmoid(0) = 1/2, so the output projection is doubled."""
         D = _head_dim(config)
-        heads = {part: mixer[f"{part}_proj.weight"].unflatten(0, (-1, config.head_dim)) for part in "qkv"}
-        heads = {part: F.pad(x, (0, 0, 0, D - config.head_dim)) for part, x in heads.items()}  # zeros in new channels
+        heads = {
+            part: mixer[f"{part}_proj.weight"].unflatten(0, (-1, config.head_dim)) for part in "qkv"
+        }
+        heads = {
+            part: F.pad(x, (0, 0, 0, D - config.head_dim)) for part, x in heads.items()
+        }  # zeros in new channels
         out = mixer["o_proj.weight"].unflatten(1, (-1, config.head_dim))
         if _is_pinned(config):
             norms = _pinned(config, heads)
@@ -132,12 +169,16 @@ class Qwen35(Target):
 
     def engines(self, config: DeltaNetConfig) -> dict[str, str]:
         *_, K, V = config.memory_heads
-        periodic = "" if parts.interval(config) else "it needs attention in exactly every n-th layer"
+        periodic = (
+            "" if parts.interval(config) else "it needs attention in exactly every n-th layer"
+        )
         llama_cpp = parts.llama_cpp_rope(config, "default")
         return {
             "transformers": "",
             "vLLM": "",
-            "SGLang": "its attention has no biases in this architecture" if _is_pinned(config) else periodic,
+            "SGLang": "its attention has no biases in this architecture"
+            if _is_pinned(config)
+            else periodic,
             "llama.cpp": llama_cpp if K == V else "it needs keys and values of the same width",
             "MLX": periodic,
             "TensorRT-LLM": "",
@@ -161,12 +202,14 @@ def _pinned(config: DeltaNetConfig, heads: Weights) -> dict[str, Tensor]:
     Two new channels of every head hold constants, together of size c, that are so large that the root mean square of a
     head is always c / sqrt(D). The weights of the norm undo this division, and set the new channels to zero.
     """
-    D, dtype = _head_dim(config), heads["q"].dtype
+    D = _head_dim(config)
+    dtype = heads["q"].dtype
     c = PIN * math.sqrt(math.sqrt(D) / parts.attention_scale(config))
     coarse = torch.tensor(c * (1 - 2**-8)).to(dtype)  # below c also after rounding
     fine = torch.tensor(math.sqrt(c**2 - float(coarse) ** 2)).to(dtype)
     bias = torch.zeros(D, dtype=dtype)
-    bias[config.head_dim], bias[config.head_dim + 1] = coarse, fine
+    bias[config.head_dim] = coarse
+    bias[config.head_dim + 1] = fine
     norm = torch.full((D,), PIN - 1, dtype=dtype)
     norm[config.head_dim :] = -1
     count = {part: len(x) for part, x in heads.items()}

@@ -12,13 +12,33 @@ from hf_memory.export.parts import SAME, Weights, kept_layers
 from hf_memory.modeling.configuration import MemoryConfig
 
 FIELDS_OF_ALL_MODELS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-FREE: tuple[str, ...] = ("num_hidden_layers", "layer_types", "num_attention_heads", "num_key_value_heads", "head_dim")
-FREE += ("rope_parameters", "no_rope_layers", "query_pre_attn_scalar", "use_qk_norm", "attention_dropout")
-FREE += ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+FREE: tuple[str, ...] = (
+    "num_hidden_layers",
+    "layer_types",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+FREE += (
+    "rope_parameters",
+    "no_rope_layers",
+    "query_pre_attn_scalar",
+    "use_qk_norm",
+    "attention_dropout",
+)
+FREE += (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 FREE += ("linear_conv_kernel_dim", "memory_qk_norm", "output_gate_low_rank_dim", "output_norm_eps")
 FREE += ("use_cache", "mixer_backend", "sliding_window")  # no accepted layer type uses the last
 ANY = dict.fromkeys((*SAME, *FREE)) | {"memory_rope": (False,)}  # what every target accepts
-EACH_LAYER = ("full_attention_heads", "num_kept_tokens")  # lists of what each layer has, which may be nothing
+EACH_LAYER = (
+    "full_attention_heads",
+    "num_kept_tokens",
+)  # lists of what each layer has, which may be nothing
 REASONS = {  # why a target does not accept other values of a field
     "norm_placement": "norms are before mixer and MLP there",
     "hidden_act": "the memory and the MLP share one activation there",
@@ -63,7 +83,10 @@ class Target(ABC):
     file_names: ClassVar[Mapping[str, str]] = {}
     files: ClassVar[Mapping[str, str]] = {}
     unsaved = "-"
-    layer_types: ClassVar[Mapping[str, str]] = {"memory": "linear_attention", "full_attention": "full_attention"}
+    layer_types: ClassVar[Mapping[str, str]] = {
+        "memory": "linear_attention",
+        "full_attention": "full_attention",
+    }
     memory_name: ClassVar[str]
     needs_attention = True
     has_our_attention = False
@@ -111,14 +134,18 @@ class Target(ABC):
             value = getattr(config, field.name)
             if value not in accepted and not _is_nothing(field.name, value):
                 reason = f" ({REASONS[field.name]})" if field.name in REASONS else ""
-                faults.append(f"{field.name}={' or '.join(map(repr, accepted))}{reason}, got {value!r}")
+                faults.append(
+                    f"{field.name}={' or '.join(map(repr, accepted))}{reason}, got {value!r}"
+                )
         if "memory" in self.layer_types and config.has_memory_qk_norm:
             faults.append("memory_qk_norm=False (memories have no q/k norm there), got q/k norm")
         if others := sorted(set(config.layer_types) - set(self.layer_types)):
             only, got = (" and ".join(map(repr, kinds)) for kinds in (self.layer_types, others))
             faults.append(f"layer_types with only {only}, got {got}")
         if (kept := kept_layers(config)) and not self.has_our_attention:
-            faults.append(f"layer_types all 'memory' (its attention differs from ours), got attention in {kept}")
+            faults.append(
+                f"layer_types all 'memory' (its attention differs from ours), got attention in {kept}"
+            )
         if self.has_mlp and not config.intermediate_size:
             faults.append("intermediate_size above 0, got 0")
         return faults + self.check(config)

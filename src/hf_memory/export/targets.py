@@ -11,7 +11,9 @@ from hf_memory.modeling.delta_net import DeltaNetConfig
 TARGETS: tuple[Target, ...] = (Qwen35(), Granite(), Mamba2(), Kimi(), GraniteSWA())
 NAMES = tuple(target.name for target in TARGETS)
 AGAIN = "Convert the teacher again with --servable, which sets the options that engines have"
-WITHOUT_EXPORT = "Without an export transformers runs it, and so does vLLM if hf_memory is installed there"
+WITHOUT_EXPORT = (
+    "Without an export transformers runs it, and so does vLLM if hf_memory is installed there"
+)
 
 
 class NotExportable(ValueError):
@@ -29,13 +31,21 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
     if name not in ("auto", *NAMES):
         raise ValueError(f"target must be one of auto, {', '.join(NAMES)}, got {name!r}")
     has_memory = {"memory", "sliding_memory"} & set(config.layer_types or ())
-    if has_memory and not isinstance(config, DeltaNetConfig) and getattr(config, "gate", None) != "mamba2":
+    if (
+        has_memory
+        and not isinstance(config, DeltaNetConfig)
+        and getattr(config, "gate", None) != "mamba2"
+    ):
         gate = f" with gate={config.gate!r}" if hasattr(config, "gate") else ""
         raise NotExportable(
             f"no engine has the memory of {config.model_type}{gate}. Convert again with --to deltanet --servable. "
             f"{WITHOUT_EXPORT} and the memory does not grow"
         )
-    of_family = [target for target in TARGETS if type(config) is target.family and name in ("auto", target.name)]
+    of_family = [
+        target
+        for target in TARGETS
+        if type(config) is target.family and name in ("auto", target.name)
+    ]
     if not of_family:
         family = next(target.family.model_type for target in TARGETS if target.name == name)
         raise ValueError(f"target {name} is for models of type {family}, got {config.model_type}")
@@ -45,4 +55,6 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
         return exact[0]
     nearest = sorted(faults, key=lambda name: len(faults[name]))
     needs = "; ".join(f"{name} needs {', and '.join(faults[name])}" for name in nearest)
-    raise NotExportable(f"no target represents the model exactly. {AGAIN}. {WITHOUT_EXPORT}. In detail: {needs}")
+    raise NotExportable(
+        f"no target represents the model exactly. {AGAIN}. {WITHOUT_EXPORT}. In detail: {needs}"
+    )

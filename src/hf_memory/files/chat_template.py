@@ -20,7 +20,9 @@ from torch import Tensor
 from hf_memory.files import template_process
 
 SECONDS = 5.0  # that a template may take; usual ones take milliseconds
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # before what the model writes, in templates that say it
+MARKS = re.compile(
+    r"\{%-?\s*generation\s*-?%\}"
+)  # before what the model writes, in templates that say it
 ADDED = 10**6  # characters that a template may add to a conversation
 
 
@@ -28,7 +30,9 @@ class Rendered(NamedTuple):
     """A conversation as text."""
 
     text: str
-    places: list[tuple[int, int]]  # where the text begins and ends that the template marks as the assistant's
+    places: list[
+        tuple[int, int]
+    ]  # where the text begins and ends that the template marks as the assistant's
 
 
 def tokens_and_targets(tokenizer, messages: list[dict]) -> tuple[list[int], Tensor]:
@@ -46,7 +50,9 @@ def tokens_and_targets(tokenizer, messages: list[dict]) -> tuple[list[int], Tens
         ValueError: if tokenizer or template is of another kind, or the template fails.
     """
     if not tokenizer.is_fast:
-        raise ValueError(f"tokenizer must be a fast one to find the assistant's turns, got {type(tokenizer).__name__}")
+        raise ValueError(
+            f"tokenizer must be a fast one to find the assistant's turns, got {type(tokenizer).__name__}"
+        )
     text, places = _rendered(tokenizer, messages)
     if not MARKS.search(tokenizer.get_chat_template()):
         places = _turns(tokenizer, messages, text)
@@ -63,7 +69,9 @@ def _turns(tokenizer, messages: list[dict], text: str) -> list[tuple[int, int]]:
     places = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = apply_template(tokenizer, messages[:i], add_generation_prompt=True) if i else ""
+            before = (
+                apply_template(tokenizer, messages[:i], add_generation_prompt=True) if i else ""
+            )
             until = apply_template(tokenizer, messages[: i + 1]).rstrip()
             if not (text.startswith(until) and until.startswith(before)):
                 raise ValueError(
@@ -93,13 +101,17 @@ def _rendered(tokenizer, messages: list[dict], add_generation_prompt: bool = Fal
     request = {
         **tokenizer.special_tokens_map,
         "chat_template": tokenizer.get_chat_template(),
-        "conversations": [[{name: x for name, x in message.items() if x is not None} for message in messages]],
+        "conversations": [
+            [{name: x for name, x in message.items() if x is not None} for message in messages]
+        ],
         "add_generation_prompt": add_generation_prompt,
         "most": ADDED + 10 * len(str(messages)),
     }
     answer = _process.ask(json.dumps(request, default=lambda x: f"<{type(x).__name__}>"))
     if "error" in answer:
-        raise ValueError(f"the model's chat template raised an error for this conversation: {answer['error']}")
+        raise ValueError(
+            f"the model's chat template raised an error for this conversation: {answer['error']}"
+        )
     return Rendered(answer["text"], answer["places"])
 
 
@@ -133,13 +145,21 @@ class _Process:
             return json.loads(line)
         self._end()
         is_late = time.monotonic() - begin >= SECONDS
-        return {"error": f"it took more than {SECONDS:g} seconds" if is_late else "its process ended"}
+        return {
+            "error": f"it took more than {SECONDS:g} seconds" if is_late else "its process ended"
+        }
 
     def _start(self) -> subprocess.Popen:
-        pipes: dict = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes: dict = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+        }
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-P", str(Path(template_process.__file__))]
-        return subprocess.Popen(command, **pipes, env=environment, start_new_session=True)  # Ctrl-C is not for it
+        return subprocess.Popen(
+            command, **pipes, env=environment, start_new_session=True
+        )  # Ctrl-C is not for it
 
     def _end(self) -> None:
         if self.running is not None:

@@ -12,7 +12,9 @@ from hf_memory.files.folders import check_regular
 
 FIELDS = ("text", "messages")  # the first of these fields that a row has is read
 PART = 2**22  # characters of a document of a text file; a longer file has several
-NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")  # of a data set on the Hub, with its config
+NAME = re.compile(
+    r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?"
+)  # of a data set on the Hub, with its config
 SPLITS = re.compile("train|test|valid|dev|eval")  # in names of files, as `datasets` finds them
 ABOUT = ("readme", "license", "licence")  # files that describe a data set
 SURROGATES = re.compile("[\ud800-\udfff]")  # which JSON can write, but which are no characters
@@ -44,7 +46,9 @@ def read_prompts(file: Path) -> list[str]:
     check_regular("prompts", file)
     prompts = [line for text in _text(file) for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise ValueError(f"prompts must be a file with a prompt in each line, got {file}, which is empty")
+        raise ValueError(
+            f"prompts must be a file with a prompt in each line, got {file}, which is empty"
+        )
     return prompts
 
 
@@ -53,7 +57,9 @@ def files_of(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
     files = (path for path in source.rglob("*") if path.is_file())
-    return sorted(path for path in files if not any(x.startswith(".") for x in path.relative_to(source).parts))
+    return sorted(
+        path for path in files if not any(x.startswith(".") for x in path.relative_to(source).parts)
+    )
 
 
 def _folder(folder: Path) -> Iterator[Document]:
@@ -74,11 +80,15 @@ def _reader(file: Path) -> Callable[[Path], Iterator[Document]]:
 
 def _text(file: Path) -> Iterator[str]:
     if file.suffix.lower() in (*DATA, *STRUCTURED):
-        raise ValueError(f"text must be a plain file, .jsonl or .parquet, got {file}, which is {file.suffix}")
+        raise ValueError(
+            f"text must be a plain file, .jsonl or .parquet, got {file}, which is {file.suffix}"
+        )
     try:
         with file.open(encoding="utf-8-sig") as lines:
             if _is_row(lines.readline(PART)):
-                raise ValueError(f"text must be a plain file, .jsonl or .parquet, got {file}, whose first line is JSON")
+                raise ValueError(
+                    f"text must be a plain file, .jsonl or .parquet, got {file}, whose first line is JSON"
+                )
             lines.seek(0)
             while text := lines.read(PART):
                 text += lines.readline(PART)
@@ -86,7 +96,9 @@ def _text(file: Path) -> Iterator[str]:
                     raise ValueError(f"{file} must be text, got a binary file (it has a zero byte)")
                 yield text
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} must be text in UTF-8, got byte {error.object[error.start]:#x}") from error
+        raise ValueError(
+            f"{file} must be text in UTF-8, got byte {error.object[error.start]:#x}"
+        ) from error
 
 
 def _is_row(line: str) -> bool:
@@ -102,7 +114,9 @@ def _jsonl(file: Path) -> Iterator[Document]:
             try:
                 row = json.loads(line) if line.strip() else {"text": ""}
             except (ValueError, RecursionError) as error:  # the latter if it is nested deeply
-                raise ValueError(f"{file} must have JSON in each line, got none in line {number}") from error
+                raise ValueError(
+                    f"{file} must have JSON in each line, got none in line {number}"
+                ) from error
             yield _text_of(row, f"line {number} of {file}")
 
 
@@ -120,7 +134,9 @@ def _parquet(file: Path) -> Iterator[Document]:
             for batch in table.iter_batches(columns=names[:1]):
                 yield from (_text_of(row, str(file)) for row in batch.to_pylist())
     except (ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} must be a parquet file, got something else or a damaged one: {error}") from error
+        raise ValueError(
+            f"{file} must be a parquet file, got something else or a damaged one: {error}"
+        ) from error
 
 
 def _data_set(name: str) -> Iterator[Document]:
@@ -133,7 +149,9 @@ def _data_set(name: str) -> Iterator[Document]:
     def rows() -> Iterator[Any]:
         try:
             yield from datasets.load_dataset(path, config or None, split="train", streaming=True)
-        except Exception as error:  # whatever `datasets` and what it is built on raise, often without a name
+        except (
+            Exception
+        ) as error:  # whatever `datasets` and what it is built on raise, often without a name
             raise ValueError(f"{name} must be a data set that can be loaded: {error}") from error
 
     return (_text_of(row, f"each row of {name}") for row in rows())
@@ -145,10 +163,14 @@ def _text_of(row, where: str) -> Document:
     if isinstance(text, str):
         found: Document = text
     elif messages and all(isinstance(x, dict) and {"role", "content"} <= set(x) for x in messages):
-        found = [message | {"content": _content_of(message["content"], where)} for message in messages]
+        found = [
+            message | {"content": _content_of(message["content"], where)} for message in messages
+        ]
     else:
         given = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} must have a text in its field text, or roles and contents in messages, got {given}")
+        raise ValueError(
+            f"{where} must have a text in its field text, or roles and contents in messages, got {given}"
+        )
     if SURROGATES.search(json.dumps(found, ensure_ascii=False, default=str)):
         raise ValueError(f"{where} must be text in Unicode, got half of a pair of surrogates")
     return found
@@ -159,7 +181,9 @@ def _content_of(content: Any, where: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"{where} must have messages whose content is text, got {type(content).__name__}")
+        raise ValueError(
+            f"{where} must have messages whose content is text, got {type(content).__name__}"
+        )
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -171,9 +195,27 @@ def _content_of(content: Any, where: str) -> str | None:
 
 READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".jsonlines": _jsonl, ".parquet": _parquet}
 DATA = {".json", ".csv", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2", *READERS}
-TABLES = {".json5", ".geojson", ".psv", ".feather", ".orc", ".avro", ".msgpack", ".tfrecord", ".db", ".sqlite"}
+TABLES = {
+    ".json5",
+    ".geojson",
+    ".psv",
+    ".feather",
+    ".orc",
+    ".avro",
+    ".msgpack",
+    ".tfrecord",
+    ".db",
+    ".sqlite",
+}
 ARRAYS = {".npy", ".npz", ".pkl", ".pickle", ".pt", ".pth", ".safetensors", ".gguf", ".h5", ".hdf5"}
 PAGES = {".ipynb", ".pdf", ".epub", ".doc", ".docx", ".odt", ".rtf", ".xls", ".xlsx", ".ods"}
 ARCHIVES = {".tar", ".tgz", ".7z", ".rar", ".lz4", ".lzma"}
-STRUCTURED = TABLES | ARRAYS | PAGES | ARCHIVES  # formats that are not read, and whose syntax is no text
-SUFFIXES = {".txt", ".md", *DATA, *STRUCTURED}  # of files; a misspelt file name is thus not looked for on the Hub
+STRUCTURED = (
+    TABLES | ARRAYS | PAGES | ARCHIVES
+)  # formats that are not read, and whose syntax is no text
+SUFFIXES = {
+    ".txt",
+    ".md",
+    *DATA,
+    *STRUCTURED,
+}  # of files; a misspelt file name is thus not looked for on the Hub

@@ -9,7 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_memory.files.text import Text
 
-OF_LOADING = {"_name_or_path", "dtype", "transformers_version", "use_cache"}  # fields that do not describe the model
+OF_LOADING = {
+    "_name_or_path",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+}  # fields that do not describe the model
 BLOCK = 2**20  # tokens that are read at once
 SAMPLES = 64  # numbers of each weight that go into a fingerprint
 
@@ -29,13 +34,20 @@ def tokens_fingerprint(tokens: Text | Tensor) -> str:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A fingerprint of a tokenizer: its tokens, how it splits text, and its chat template."""
     splits = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
-    parts = [sorted(tokenizer.get_vocab().items()), splits, tokenizer.chat_template, tokenizer.special_tokens_map]
+    parts = [
+        sorted(tokenizer.get_vocab().items()),
+        splits,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def model_fingerprint(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> str:
     """A fingerprint of the config and some numbers of each weight, rounded to a dtype; the same on every device."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in OF_LOADING}
+    config = {
+        name: value for name, value in model.config.to_dict().items() if name not in OF_LOADING
+    }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in model.state_dict().items():
         numbers = weight.detach().flatten()

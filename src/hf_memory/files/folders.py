@@ -19,8 +19,13 @@ from safetensors import SafetensorError
 
 RESULTS = "results.json"  # marks a folder that may be replaced
 LONGEST_NAME = 230  # file systems allow 255 bytes, and a folder is first written under a longer, temporary name
-AT_CWD, EXCHANGE = -100, 2  # of Linux' renameat2
-CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}  # of a kernel or a file system that lacks it
+AT_CWD = -100
+EXCHANGE = 2  # of Linux' renameat2
+CANNOT_EXCHANGE = {
+    errno.ENOSYS,
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+}  # of a kernel or a file system that lacks it
 
 
 class NotPutBack(OSError):
@@ -49,7 +54,9 @@ def claimed(path: Path, name: str = "output") -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         by = owner.read_text(encoding="utf-8") or "another process"
-        raise ValueError(f"{name} must not be in use, got {path}, to which {by} writes: wait for it") from None
+        raise ValueError(
+            f"{name} must not be in use, got {path}, to which {by} writes: wait for it"
+        ) from None
     try:
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         _clear_up(path.absolute())
@@ -68,7 +75,10 @@ def _clear_up(path: Path) -> None:
     if moved and not os.path.lexists(path):
         newest = max(moved, key=lambda file: file.stat().st_mtime_ns)
         newest.rename(path)
-        warnings.warn(f"a run was killed while it replaced {path}: what was there before is put back", stacklevel=3)
+        warnings.warn(
+            f"a run was killed while it replaced {path}: what was there before is put back",
+            stacklevel=3,
+        )
     for file in left:
         _remove(file)
 
@@ -107,7 +117,11 @@ def _exchange(path: Path, other: Path) -> bool:
     Raises:
         OSError: if it is possible, but fails.
     """
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    renameat2 = (
+        getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if sys.platform == "linux"
+        else None
+    )
     if renameat2 is None:
         return False
     if renameat2(AT_CWD, os.fsencode(path), AT_CWD, os.fsencode(other), EXCHANGE) == 0:
@@ -129,7 +143,9 @@ def _replace_by_two_renames(new: Path, path: Path) -> None:
             try:
                 old.rename(path)
             except OSError as other:
-                raise NotPutBack(f"{path} could not be replaced ({error}); what was there is now {old}") from other
+                raise NotPutBack(
+                    f"{path} could not be replaced ({error}); what was there is now {old}"
+                ) from other
         raise
     _remove(old)
 
@@ -160,7 +176,11 @@ def new_folder(path: Path, *, overwrite: bool = False, mark: str = RESULTS) -> I
 
 
 def check_output(
-    path: Path, *, overwrite: bool = False, mark: str = RESULTS, beside: Mapping[str, Path | None] | None = None
+    path: Path,
+    *,
+    overwrite: bool = False,
+    mark: str = RESULTS,
+    beside: Mapping[str, Path | None] | None = None,
 ) -> None:
     """Check that a result can be written to a folder.
 
@@ -177,12 +197,18 @@ def check_output(
     for name, other in (beside or {}).items():
         places = [x.resolve() for x in (path, other)] if other else []
         if any(place in (*other.parents, other) for place, other in zip(places, reversed(places))):
-            raise ValueError(f"output must not contain {name} or be inside it, got {path} and {other}")
+            raise ValueError(
+                f"output must not contain {name} or be inside it, got {path} and {other}"
+            )
     if not path.exists() or not any(path.iterdir()) or (overwrite and (path / mark).exists()):
         return
     if overwrite:
-        raise ValueError(f"output must be a new folder or the result of an earlier run, got {path} with other files")
-    raise ValueError(f"output must be a new folder, got {path}, which is not empty; --overwrite replaces it")
+        raise ValueError(
+            f"output must be a new folder or the result of an earlier run, got {path} with other files"
+        )
+    raise ValueError(
+        f"output must be a new folder, got {path}, which is not empty; --overwrite replaces it"
+    )
 
 
 def check_folder(name: str, path: Path) -> None:
@@ -223,7 +249,9 @@ def check_room(needs: Mapping[Path, int]) -> None:
         size = sum(needs[folder] for folder in folders)
         free = shutil.disk_usage(_place(folders[0])).free
         if free < size:
-            raise OSError(f"{_place(folders[0])} must have {_mb(size)} free for {names}, got {_mb(free)}")
+            raise OSError(
+                f"{_place(folders[0])} must have {_mb(size)} free for {names}, got {_mb(free)}"
+            )
 
 
 @contextmanager
@@ -257,7 +285,9 @@ def size_of(folder: Path) -> int:
 
 def _place(folder: Path) -> Path:
     """The path itself, or its nearest parent that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    return next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)
+    )
 
 
 def _mb(size: int) -> str:

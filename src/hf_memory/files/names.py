@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
+}
 
 
 def visible(text: str) -> str:

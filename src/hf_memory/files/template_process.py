@@ -51,7 +51,9 @@ def main() -> None:
     limit_memory()
     with open(os.devnull, "w") as nowhere:
         for seconds in sys.stdin.buffer:
-            faulthandler.dump_traceback_later(float(seconds), exit=True, file=nowhere)  # ends C code, too
+            faulthandler.dump_traceback_later(
+                float(seconds), exit=True, file=nowhere
+            )  # ends C code, too
             found = answer(sys.stdin.buffer.readline(), render_jinja_template)
             faulthandler.cancel_dump_traceback_later()
             sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")

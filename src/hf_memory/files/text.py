@@ -43,15 +43,23 @@ class Text:
         Raises:
             ValueError: if there is no text, or not a weight above 0 for each.
         """
-        if not isinstance(texts, list | tuple) or not texts or not all(isinstance(x, Text) for x in texts):
+        if (
+            not isinstance(texts, list | tuple)
+            or not texts
+            or not all(isinstance(x, Text) for x in texts)
+        ):
             raise ValueError(f"texts must be a list of at least one Text, got {texts!r}")
         check_weights(weights, len(texts))
-        targets = [torch.ones(len(x), dtype=torch.bool) if x.targets is None else x.targets for x in texts]
+        targets = [
+            torch.ones(len(x), dtype=torch.bool) if x.targets is None else x.targets for x in texts
+        ]
         chosen = None if all(x.targets is None for x in texts) else torch.cat(targets)
-        sizes, first = list(map(len, texts)), torch.zeros(1, dtype=torch.long)
+        sizes = list(map(len, texts))
+        first = torch.zeros(1, dtype=torch.long)
         begins = [first if x.documents is None else x.documents for x in texts]
         begins = [start + x for start, x in zip(accumulate(sizes, initial=0), begins)]
-        tokens, mixture = torch.cat([x.tokens for x in texts]), zip(sizes, weights, strict=True)
+        tokens = torch.cat([x.tokens for x in texts])
+        mixture = zip(sizes, weights, strict=True)
         return cls(tokens, texts[0].start, chosen, torch.cat(begins), tuple(mixture))
 
     @property
@@ -69,11 +77,15 @@ class Text:
         return len(self.tokens)
 
     def __getitem__(self, part: slice) -> "Text":
-        targets, begins, ends = self.targets, self.documents, part.indices(len(self))[:2]
+        targets = self.targets
+        begins = self.documents
+        ends = part.indices(len(self))[:2]
         if begins is not None:
             first, last = torch.searchsorted(begins, torch.tensor(ends)).tolist()
             begins = begins[first:last] - ends[0]
-        return Text(self.tokens[part], self.start, None if targets is None else targets[part], begins)
+        return Text(
+            self.tokens[part], self.start, None if targets is None else targets[part], begins
+        )
 
     @property
     def share(self) -> float:
@@ -97,12 +109,15 @@ class Text:
             Positions begin again in each document.
         """
         part = self[place : place + length]
-        targets = torch.ones_like(part.tokens, dtype=torch.bool) if part.targets is None else part.targets
+        targets = (
+            torch.ones_like(part.tokens, dtype=torch.bool) if part.targets is None else part.targets
+        )
         begins = () if whole or part.documents is None else part.documents[part.documents > 0]
         begun = self.start if self.targets is None else torch.full_like(self.start, -100)
         rows = []
         for tokens, chosen in zip(*(torch.tensor_split(x, begins) for x in (part.tokens, targets))):
-            ids, labels = torch.cat([self.start, tokens]), torch.cat([begun, tokens.where(chosen, -100)])
+            ids = torch.cat([self.start, tokens])
+            labels = torch.cat([begun, tokens.where(chosen, -100)])
             rows.append(torch.stack([ids, labels, torch.arange(len(ids))]))
         ids, labels, positions = torch.cat(rows, dim=1)[:, :length]
         labels[1:][positions[1:] == 0] = -100
@@ -122,7 +137,9 @@ class Text:
 
 def start_of(tokenizer) -> list[int]:
     """The tokens that a tokenizer writes before a text."""
-    whole, alone = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    whole, alone = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
     return whole[: next(i for i in range(len(whole) + 1) if whole[i : i + len(alone)] == alone)]
 
 
@@ -140,10 +157,15 @@ def check_tokens(tokens: Text | Tensor, config: PreTrainedConfig, *lengths: int)
     """
     largest = int(Text.of(tokens).tokens.max()) if len(tokens) else 0
     if largest >= config.vocab_size:
-        raise ValueError(f"tokenizer must be the teacher's, which has {config.vocab_size} tokens, got token {largest}")
-    longest, positions = max(lengths, default=1), getattr(config, "max_position_embeddings", None)
+        raise ValueError(
+            f"tokenizer must be the teacher's, which has {config.vocab_size} tokens, got token {largest}"
+        )
+    longest = max(lengths, default=1)
+    positions = getattr(config, "max_position_embeddings", None)
     if positions and longest > positions:
-        raise ValueError(f"length must be at most the teacher's {positions} positions, got {longest}")
+        raise ValueError(
+            f"length must be at most the teacher's {positions} positions, got {longest}"
+        )
     check_length(tokens, longest)
 
 
@@ -152,18 +174,28 @@ def check_text(tokens: Any) -> None:
     is_text = isinstance(tokens, Text)
     is_tensor = isinstance(tokens, Tensor) and tokens.ndim == 1 and not tokens.is_floating_point()
     if not (is_text or is_tensor):
-        given = f"{tuple(tokens.shape)} of {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        given = (
+            f"{tuple(tokens.shape)} of {tokens.dtype}"
+            if isinstance(tokens, Tensor)
+            else type(tokens).__name__
+        )
         raise ValueError(f"tokens must be a Text or a tensor [T] of whole numbers, got {given}")
 
 
 def check_weights(weights: Any, count: int) -> None:
     """Raise ValueError unless there is a weight above 0 for each of some texts."""
-    are_numbers = isinstance(weights, list | tuple) and all(type(x) in (int, float) for x in weights)
+    are_numbers = isinstance(weights, list | tuple) and all(
+        type(x) in (int, float) for x in weights
+    )
     if not are_numbers or len(weights) != count or not all(0 < x < math.inf for x in weights):
-        raise ValueError(f"weights must be numbers above 0, one for each of {count} texts, got {weights!r}")
+        raise ValueError(
+            f"weights must be numbers above 0, one for each of {count} texts, got {weights!r}"
+        )
 
 
 def check_length(tokens: Text | Tensor, length: int) -> None:
     """Raise ValueError if a text is shorter than a window."""
     if len(tokens) < length:
-        raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
+        raise ValueError(
+            f"tokens must be at least one window of {length} tokens, got {len(tokens)}"
+        )

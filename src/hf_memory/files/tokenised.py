@@ -76,11 +76,18 @@ def read_tokens(
     how: dict = {"assistant_only": assistant_only, "cache": cache, "report": report}
     if weights is not None:
         check_weights(weights, len(sources))
-        limits = [None if limit is None else math.ceil(limit * weight / sum(weights)) for weight in weights]
-        return Text.mixed([read_tokens([x], tokenizer, limit=part, **how) for x, part in zip(sources, limits)], weights)
+        limits = [
+            None if limit is None else math.ceil(limit * weight / sum(weights))
+            for weight in weights
+        ]
+        return Text.mixed(
+            [read_tokens([x], tokenizer, limit=part, **how) for x, part in zip(sources, limits)],
+            weights,
+        )
     if cache is None:
         columns = map(
-            torch.from_numpy, map(np.concatenate, zip(*_read(sources, tokenizer, limit, assistant_only, report)))
+            torch.from_numpy,
+            map(np.concatenate, zip(*_read(sources, tokenizer, limit, assistant_only, report))),
         )
     else:
         folder = cache / _name(sources, tokenizer, limit, assistant_only)
@@ -91,14 +98,17 @@ def read_tokens(
         columns = map(partial(_mapped, folder), FILES)
     tokens, begins, targets = columns
     start = torch.tensor(start_of(tokenizer), dtype=torch.long)
-    return Text(tokens, start, targets if assistant_only else None, begins if len(begins) > 1 else None)
+    return Text(
+        tokens, start, targets if assistant_only else None, begins if len(begins) > 1 else None
+    )
 
 
 def _name(sources: Sequence[Path | str], tokenizer, limit: int | None, assistant_only: bool) -> str:
     """A name of tokens that differs if a text, the tokenizer, or what is read of them does."""
     files = [(str(source), files_of(Path(source))) for source in sources]
     seen = [
-        (name, [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in found if x.exists()]) for name, found in files
+        (name, [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in found if x.exists()])
+        for name, found in files
     ]
     about = [seen, tokenizer_fingerprint(tokenizer), limit, assistant_only]
     return f"tokens-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
@@ -128,7 +138,9 @@ def _is_whole(folder: Path, tokenizer) -> bool:
         return False
     fault = _fault(folder, tokenizer)
     if fault is not None:
-        warnings.warn(f"tokens in {folder} are damaged, so the text is read again: {fault}", stacklevel=3)
+        warnings.warn(
+            f"tokens in {folder} are damaged, so the text is read again: {fault}", stacklevel=3
+        )
     return fault is None
 
 
@@ -148,13 +160,20 @@ def _fault(folder: Path, tokenizer) -> str | None:
                 return f"{name} was changed after it was written"
     least, most = (int(x) for x in _mapped(folder, "tokens").aminmax())
     largest = max(tokenizer.get_vocab().values())
-    return None if least >= 0 and most <= largest else f"tokens must be from 0 to {largest}, got {least} to {most}"
+    return (
+        None
+        if least >= 0 and most <= largest
+        else f"tokens must be from 0 to {largest}, got {least} to {most}"
+    )
 
 
 def _mapped(folder: Path, name: str) -> torch.Tensor:
     """A column of tokens, of which only what is read is in memory."""
-    file, dtype = folder / name, FILES[name]
-    return torch.from_file(str(file), shared=False, size=file.stat().st_size // dtype.itemsize, dtype=dtype)
+    file = folder / name
+    dtype = FILES[name]
+    return torch.from_file(
+        str(file), shared=False, size=file.stat().st_size // dtype.itemsize, dtype=dtype
+    )
 
 
 def _read(
@@ -165,23 +184,32 @@ def _read(
     report: Callable[[Progress], None],
 ) -> Iterator[Tokens]:
     """The tokens of sources, part by part, up to a limit; places are those among all tokens."""
-    found, count = chain.from_iterable([documents(source) for source in sources]), 0  # fails first if one is missing
+    found = chain.from_iterable([documents(source) for source in sources])
+    count = 0  # fails first if one is missing
     for part in _tokenised(found, partial(_encoded, tokenizer, assistant_only)):
         room = len(part.tokens) if limit is None else min(len(part.tokens), limit - count)
-        yield Tokens(part.tokens[:room], part.documents[part.documents < room] + count, part.targets[:room])
+        yield Tokens(
+            part.tokens[:room], part.documents[part.documents < room] + count, part.targets[:room]
+        )
         count += room
         report(Progress("reading the text", count, limit or 0, 1))
         if count == limit:
             break
     if not count:
-        raise ValueError(f"text must not be empty, got no tokens from {', '.join(map(str, sources))}")
+        raise ValueError(
+            f"text must not be empty, got no tokens from {', '.join(map(str, sources))}"
+        )
 
 
-def _tokenised(found: Iterator[Document], encode: Callable[[list[Document]], Tokens]) -> Iterator[Tokens]:
+def _tokenised(
+    found: Iterator[Document], encode: Callable[[list[Document]], Tokens]
+) -> Iterator[Tokens]:
     """Documents as tokens in their order. What is more than one batch is given to several processes."""
-    batches, number = _batches(found), min(PROCESSES, os.cpu_count() or 1)
+    batches = _batches(found)
+    number = min(PROCESSES, os.cpu_count() or 1)
     yield from map(encode, batches if number == 1 else islice(batches, 1))
-    pool, waiting = ProcessPoolExecutor(number, initializer=_begin, initargs=(encode,)), deque[Any]()
+    pool = ProcessPoolExecutor(number, initializer=_begin, initargs=(encode,))
+    waiting = deque[Any]()
     try:
         for batch in batches:
             waiting.append(pool.submit(_work, batch))
@@ -214,29 +242,42 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
         size += len(str(document))
         if size >= BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     yield batch
 
 
 def _encoded(tokenizer, assistant_only: bool, batch: list[Document]) -> Tokens:
     """A batch of documents as tokens."""
-    start, end = start_of(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    tokens, targets = [np.empty(0, np.int32)], [np.empty(0, bool)]
+    start = start_of(tokenizer)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens = [np.empty(0, np.int32)]
+    targets = [np.empty(0, bool)]
     for document, (ids, chosen) in zip(batch, _ids(tokenizer, assistant_only, batch)):
-        first = len(start) if ids[: len(start)] == start else 0  # templates write it, but windows begin with it
+        first = (
+            len(start) if ids[: len(start)] == start else 0
+        )  # templates write it, but windows begin with it
         ids = ids[first:] + (end if ids and isinstance(document, str) else [])
         tokens.append(np.array(ids, np.int32))
         targets.append(np.ones(len(ids), bool) if chosen is None else chosen[first:].numpy())
     sizes = np.array([len(x) for x in tokens])
-    return Tokens(np.concatenate(tokens), (sizes.cumsum() - sizes)[sizes > 0], np.concatenate(targets))
+    return Tokens(
+        np.concatenate(tokens), (sizes.cumsum() - sizes)[sizes > 0], np.concatenate(targets)
+    )
 
 
-def _ids(tokenizer, assistant_only: bool, batch: list[Document]) -> Iterator[tuple[list[int], torch.Tensor | None]]:
+def _ids(
+    tokenizer, assistant_only: bool, batch: list[Document]
+) -> Iterator[tuple[list[int], torch.Tensor | None]]:
     """The tokens of each document, and which are targets; None for all."""
     if tokenizer.chat_template is None and not all(isinstance(document, str) for document in batch):
         raise ValueError("messages need a tokenizer with a chat template, got one without")
     apart = [assistant_only and not isinstance(document, str) for document in batch]
-    texts = [x if isinstance(x, str) else apply_template(tokenizer, x) for x, own in zip(batch, apart) if not own]
+    texts = [
+        x if isinstance(x, str) else apply_template(tokenizer, x)
+        for x, own in zip(batch, apart)
+        if not own
+    ]
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     whole = iter(tokenizer(texts, **options)["input_ids"] if texts else ())
     for document, own in zip(batch, apart):

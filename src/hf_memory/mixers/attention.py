@@ -8,10 +8,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_memory.cache import Spec, State, update
 from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.contract import soft_capped
+from hf_memory.ops.soft_cap import soft_capped
 
 
 class AttentionMixer(Convertible, Projections):
@@ -28,9 +28,14 @@ class AttentionMixer(Convertible, Projections):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Keys and values of all tokens, or of those within the window."""
         _, heads, _, K, V = config.attention_heads
-        window = config.sliding_window if config.layer_types[layer_idx].startswith("sliding") else None
+        window = (
+            config.sliding_window if config.layer_types[layer_idx].startswith("sliding") else None
+        )
         at_most = None if window is None else window - 1
-        return {name: State((heads, D), None, "token", at_most) for name, D in (("keys", K), ("values", V))}
+        return {
+            name: State((heads, D), None, "token", at_most)
+            for name, D in (("keys", K), ("values", V))
+        }
 
     @takes_cache
     def forward(
@@ -55,9 +60,19 @@ class AttentionMixer(Convertible, Projections):
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, with_own_loss=False, **kwargs):
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        with_own_loss=False,
+        **kwargs,
+    ):
         """q, k and v [B, H, T, D] -> (outputs [B, T, H, D], attention weights or None)."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
         return attend(
             self,
             q,
@@ -88,5 +103,5 @@ def eager_attention(
     scores = soft_capped(q @ k.mT * scaling, softcap)
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = F.dropout(wide(scores).softmax(-1).to(q.dtype), dropout, mixer.training)
+    weights = F.dropout(upcast(scores).softmax(-1).to(q.dtype), dropout, mixer.training)
     return (weights @ v).transpose(1, 2), weights

@@ -18,7 +18,9 @@ from hf_memory.mixers.pasts import Window, window_attention
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import all_tokens, everything
 
-WINDOW = 0.1  # initial factor of the window's output, so that the memory must learn what lies beyond it
+WINDOW = (
+    0.1  # initial factor of the window's output, so that the memory must learn what lies beyond it
+)
 
 
 class AttentionAndMemoryMixer(MemoryMixer):
@@ -31,10 +33,16 @@ class AttentionAndMemoryMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.memory = config.rule.mixer(config, layer_idx, reads_persistent=self.memory_reads_persistent)
+        self.memory = config.rule.mixer(
+            config, layer_idx, reads_persistent=self.memory_reads_persistent
+        )
         if config.num_persistent_tokens:
-            self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
-        is_added = config.variant == "mal" or (config.variant == "mag" and config.memory_gate == "add")
+            self.persistent = nn.Parameter(
+                torch.empty(config.num_persistent_tokens, config.hidden_size)
+            )
+        is_added = config.variant == "mal" or (
+            config.variant == "mag" and config.memory_gate == "add"
+        )
         self.gate: Any = nn.Parameter(torch.empty(config.hidden_size)) if is_added else None
 
     def init_own_parameters(self) -> None:
@@ -54,7 +62,8 @@ class AttentionAndMemoryMixer(MemoryMixer):
         if self.gate is not None:
             self.gate.zero_()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            ours, theirs = self.memory.get_submodule(name), self.get_submodule(name)
+            ours = self.memory.get_submodule(name)
+            theirs = self.get_submodule(name)
             if ours.weight.shape == theirs.weight.shape:
                 ours.load_state_dict(theirs.state_dict())
 
@@ -62,7 +71,9 @@ class AttentionAndMemoryMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of the memory, and the keys and values within the window."""
         _, heads, _, D, _ = config.attention_heads
-        attention = Window.of_last(config.sliding_window).spec(heads, D) | {"tokens_read": State((), torch.long)}
+        attention = Window.of_last(config.sliding_window).spec(heads, D) | {
+            "tokens_read": State((), torch.long)
+        }
         return {"attention": attention, "memory": config.rule.mixer.state_spec(config, layer_idx)}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -88,7 +99,9 @@ class AttentionAndMemoryMixer(MemoryMixer):
 
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of the memory [B, T, hidden_size], and its states."""
-        return self.memory(hidden_states, context.part("memory")._replace(positions=self._of_memory(context)))
+        return self.memory(
+            hidden_states, context.part("memory")._replace(positions=self._of_memory(context))
+        )
 
     def _of_memory(self, context: Context) -> Positions | None:
         return context.positions if self.memory.sees_positions else None
@@ -105,7 +118,9 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         if self.gate is None:
-            self.attention_norm, self.memory_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+            self.attention_norm, self.memory_norm = (
+                RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
+            )
 
     def open_gate(self, output: Tensor, without: Tensor, target: Tensor) -> None:
         """Scale the memory's output to the size of full attention's output, and scale the window's output down."""

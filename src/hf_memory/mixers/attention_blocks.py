@@ -7,16 +7,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import first_derivatives_only, soft_capped, varies
+from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.gate_channels import GateChannels
+from hf_memory.ops.layout import varies
 from hf_memory.ops.masks import Mask, Tokens, causal, seen
+from hf_memory.ops.soft_cap import soft_capped
 
 BLOCK = 64  # queries of a block, twice as many if they see more than `LONG_BLOCK` tokens before the block
 SCORES = 2**22  # of a group of blocks on a CPU
 LONG_BLOCK = 256  # queries of a block if each has its own slice of the keys, whose gradient is as long as all keys
 
 
-Attended = tuple[Tensor, Tensor]  # outputs [B, T, HQ, V], and the logarithm of their mass in the softmax [B, T, HQ]
+Attended = tuple[
+    Tensor, Tensor
+]  # outputs [B, T, HQ, V], and the logarithm of their mass in the softmax [B, T, HQ]
 
 
 class Columns(NamedTuple):
@@ -39,8 +43,12 @@ class Columns(NamedTuple):
         """The columns of each block, from [B * blocks, ...]. The backward of unbind is cheaper than slices."""
         position, sequence = self.tokens
         each = [x.unflatten(0, (B, -1)).unbind(1) for x in (position, self.keys, self.values)]
-        sequences = [None] * len(each[0]) if sequence is None else sequence.unflatten(0, (B, -1)).unbind(1)
-        return [Columns(Tokens(x, number), k, v, self.sees) for x, k, v, number in zip(*each, sequences)]
+        sequences = (
+            [None] * len(each[0]) if sequence is None else sequence.unflatten(0, (B, -1)).unbind(1)
+        )
+        return [
+            Columns(Tokens(x, number), k, v, self.sees) for x, k, v, number in zip(*each, sequences)
+        ]
 
 
 class Blocks(NamedTuple):
@@ -50,16 +58,20 @@ class Blocks(NamedTuple):
     keys: Tensor  # [B * blocks, S, H, D]
     values: Tensor  # [B * blocks, S, H, V]
     visible: Any  # [B * blocks, 1 or HQ, C, S] bool, or None: everything
-    asking: Tensor  # [1 or B * blocks, C], positions of the queries, with any offset
-    asked: Tensor  # [1 or B * blocks, S], positions of the keys, with the same offset
-    is_step: bool = False  # whether each row is one query that sees something, with one mask for all heads
+    q_pos: Tensor  # [1 or B * blocks, C], positions of the queries, with any offset
+    k_pos: Tensor  # [1 or B * blocks, S], positions of the keys, with the same offset
+    is_step: bool = (
+        False  # whether each row is one query that sees something, with one mask for all heads
+    )
 
     @classmethod
     def of(cls, queries: Tensor, tokens: Tokens, *columns: Columns) -> "Blocks":
         """Queries at these tokens with several sets of columns."""
-        keys, values = _joined([x.keys for x in columns], 1), _joined([x.values for x in columns], 1)
+        keys = _joined([x.keys for x in columns], 1)
+        values = _joined([x.values for x in columns], 1)
         masks = [seen(x.sees, tokens, x.tokens) for x in columns]
-        heads, kinds = queries.shape[2], max(mask.shape[1] for mask in masks)
+        heads = queries.shape[2]
+        kinds = max(mask.shape[1] for mask in masks)
         visible = _joined([mask.expand(-1, kinds, -1, -1) for mask in masks], -1)
         if kinds not in (1, heads):  # masks by head
             visible = visible.repeat(1, -(-heads // kinds), 1, 1)[:, :heads]
@@ -70,7 +82,7 @@ class Blocks(NamedTuple):
     @property
     def distance(self) -> Tensor:
         """[1 or B * blocks, C, S], distances back from queries to keys; 0 if the key is later or does not exist."""
-        return (self.asking[:, :, None] - self.asked[:, None, :]).clamp(min=0)
+        return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)
 
 
 class Relation(Protocol):
@@ -121,31 +133,48 @@ class Scores(NamedTuple):
         if visible is None:
             scores = self.of(blocks)
             return scores.softmax(-1), scores.logsumexp(-1, keepdim=True)
-        visible = visible[:, :, None] if visible.shape[1] == 1 else visible.unflatten(1, (blocks.keys.shape[2], -1))
+        visible = (
+            visible[:, :, None]
+            if visible.shape[1] == 1
+            else visible.unflatten(1, (blocks.keys.shape[2], -1))
+        )
         return softmax_of(self.of(blocks), visible)
 
     def attend(self, blocks: Blocks) -> Tensor:
         """Softmax attention: outputs [B * blocks, C, HQ, V], undefined at padding."""
         if not self.is_plain:
             return self.attend_with_mass(blocks)[0]
-        if blocks.is_step:  # the queries of a group are like several tokens, for kernels without groups
+        if (
+            blocks.is_step
+        ):  # the queries of a group are like several tokens, for kernels without groups
             q, k, v = blocks[:3]
-            groups, k, v = q.view(q.shape[0], k.shape[2], -1, k.shape[3]), k.transpose(1, 2), v.transpose(1, 2)
-            o = F.scaled_dot_product_attention(groups, k, v, attn_mask=blocks.visible, scale=self.scaling)
+            groups = q.view(q.shape[0], k.shape[2], -1, k.shape[3])
+            k = k.transpose(1, 2)
+            v = v.transpose(1, 2)
+            o = F.scaled_dot_product_attention(
+                groups, k, v, attn_mask=blocks.visible, scale=self.scaling
+            )
             return o.view(*q.shape[:3], -1)
         q, k, v = (x.transpose(1, 2) for x in blocks[:3])
         visible = blocks.visible | ~blocks.visible.any(-1, keepdim=True)  # a row must see something
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scaling, enable_gqa=True)
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=self.scaling, enable_gqa=True
+        )
         return o.transpose(1, 2)
 
     def attend_with_mass(self, blocks: Blocks) -> Attended:
         """The same with zeros at padding, and the logarithm of the denominator [B * blocks, C, HQ] in float32."""
-        v, C = blocks.values, blocks.queries.shape[1]
+        v = blocks.values
+        C = blocks.queries.shape[1]
         weights, logsumexp = self.weights(blocks)
         o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
         o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        beside = None if self.relation is None else self.relation.read(weights.flatten(1, 2), blocks)
-        return o if beside is None else o + beside.to(o.dtype), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
+        beside = (
+            None if self.relation is None else self.relation.read(weights.flatten(1, 2), blocks)
+        )
+        return o if beside is None else o + beside.to(o.dtype), logsumexp[..., 0].permute(
+            0, 3, 1, 2
+        ).flatten(2)
 
 
 def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None) -> list[Blocks]:
@@ -175,25 +204,36 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
 
 
 def _group(q: Tensor, queries: Tokens, near: Columns, first: Columns | None, C: int) -> Blocks:
-    B, past = len(q), near.keys.shape[1] - q.shape[1]
+    B = len(q)
+    past = near.keys.shape[1] - q.shape[1]
     asking = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, -1))
-    mine, near = _blocks_of(q, 0, C), _near_columns(near, B, past, C)
+    mine = _blocks_of(q, 0, C)
+    near = _near_columns(near, B, past, C)
     if first is not None:
         n = len(mine) // B
         first = first.map(lambda x: x.expand(B, *x.shape[1:]))
-        return Blocks.of(mine, asking, first if n == 1 else first.map(lambda x: x.repeat_interleave(n, 0)), near)
+        return Blocks.of(
+            mine, asking, first if n == 1 else first.map(lambda x: x.repeat_interleave(n, 0)), near
+        )
     place = torch.arange(past + C, device=q.device)[None]  # distances are the same in all blocks
-    return Blocks.of(mine, asking, near)._replace(asking=place[:, past:], asked=place)
+    return Blocks.of(mine, asking, near)._replace(q_pos=place[:, past:], k_pos=place)
 
 
 def _near_columns(near: Columns, B: int, past: int, C: int) -> Columns:
     """The columns that each block of C queries may see, [B * blocks, ...]; B rows with `past` columns before them."""
     tokens = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, -1))
-    return Columns(tokens, _blocks_of(near.keys, past, C), _blocks_of(near.values, past, C), near.sees)
+    return Columns(
+        tokens, _blocks_of(near.keys, past, C), _blocks_of(near.values, past, C), near.sees
+    )
 
 
 def blocks_in_turn(
-    q: Tensor, queries: Tokens, C: int, columns: Columns, part: Callable[[slice], slice], *others: Columns
+    q: Tensor,
+    queries: Tokens,
+    C: int,
+    columns: Columns,
+    part: Callable[[slice], slice],
+    *others: Columns,
 ) -> Iterator[Blocks]:
     """One block after the other of C queries [B, T, HQ, D], each with a part of the columns, and all of the others."""
     for n, mine in enumerate(q.split(C, 1)):  # whose backward is cheaper than those of slices
@@ -241,23 +281,32 @@ def full_attention(
         Outputs [B, T, HQ, V], undefined at padding.
     """
     if is_whole and window is None and scores._replace(gates=None).is_plain:
-        k, v, n = past.keys, past.values, 0 if first is None else first.keys.shape[1]
+        k = past.keys
+        v = past.values
+        n = 0 if first is None else first.keys.shape[1]
         if scores.gates is not None:
             q = scores.gates.of_one_product(q, q.shape[2] // k.shape[2])
         if first is not None:  # seen by all queries, and by as many that are not there
             q = F.pad(q, (0, 0, 0, 0, n, 0))
             k, v = (torch.cat(x, 1) for x in ((first.keys, k), (first.values, v)))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scaling, enable_gqa=True)
+        o = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scores.scaling, enable_gqa=True
+        )
         return o.transpose(1, 2)[:, n:]
-    T, before = q.shape[1], past.keys.shape[1] - q.shape[1]
+    T = q.shape[1]
+    before = past.keys.shape[1] - q.shape[1]
 
     def near(here: slice) -> slice:
-        end = None if here.stop >= T else before + here.stop  # torch.compile would treat a growing bound as a constant
+        end = (
+            None if here.stop >= T else before + here.stop
+        )  # torch.compile would treat a growing bound as a constant
         return slice(0 if window is None else max(0, before + here.start - window + 1), end)
 
     others = [] if first is None else [first]
-    return rows_of(map(scores.attend, blocks_in_turn(q, queries, LONG_BLOCK, past, near, *others)), q)
+    return rows_of(
+        map(scores.attend, blocks_in_turn(q, queries, LONG_BLOCK, past, near, *others)), q
+    )
 
 
 def softmax_of(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,7 +316,9 @@ def softmax_of(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 def joined_softmax(one: Attended, other: Attended) -> Attended:
     """Attention to the union of two sets of keys, from the results for each set."""
-    least = torch.finfo(one[1].dtype).min  # the mass of an empty set is -inf, and -inf - (-inf) is NaN
+    least = torch.finfo(
+        one[1].dtype
+    ).min  # the mass of an empty set is -inf, and -inf - (-inf) is NaN
     masses = [mass.clamp(min=least) for _, mass in (one, other)]
     share = torch.sigmoid(masses[1] - masses[0])[..., None].to(one[0].dtype)
     return torch.lerp(one[0], other[0], share), torch.logaddexp(*masses)
@@ -315,7 +366,9 @@ class _Windows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, past, C):
-        ctx.past, ctx.C, ctx.B = past, C, len(x)
+        ctx.past = past
+        ctx.C = C
+        ctx.B = len(x)
         return x.unfold(1, past + C, C).transpose(-1, -2).flatten(0, 1).transpose(1, 2)
 
     @staticmethod

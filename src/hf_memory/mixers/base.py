@@ -18,7 +18,7 @@ from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_to
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.contract import blank, repeat_heads
+from hf_memory.ops.layout import blank, repeat_heads
 from hf_memory.ops.masks import Tokens, count, packed
 
 
@@ -29,13 +29,20 @@ class Context(NamedTuple):
     attention_mask: Tensor | None  # [B, T] bool
     cu_seqlens: Tensor | None  # [N + 1]
     states: States  # before the tokens; ops may overwrite them; empty: nothing was read
-    order: Tensor | None = None  # [B, T], the places of the tokens before padding was moved to the end
-    known: int | None = None  # number of tokens that each row has read before, if known on the host
-    attended: Tensor | None = None  # [B, T, heads, V], of heads that keep everything if an engine runs these
+    order: Tensor | None = (
+        None  # [B, T], the places of the tokens before padding was moved to the end
+    )
+    uniform_length: int | None = (
+        None  # number of tokens that each row has read before, if known on the host
+    )
+    attended: Tensor | None = (
+        None  # [B, T, heads, V], of heads that keep everything if an engine runs these
+    )
 
     def of(self, tokens: slice, states: States) -> "Context":
         """The context of some of the tokens, which are read after `states`; not for packed sequences."""
-        positions, mask = self.positions, self.attention_mask
+        positions = self.positions
+        mask = self.attention_mask
         return self._replace(
             positions=None if positions is None else positions.of(tokens),
             attention_mask=None if mask is None else mask[:, tokens],
@@ -44,7 +51,8 @@ class Context(NamedTuple):
 
     def apart(self) -> list[tuple[slice, "Context"]]:
         """Where the tokens of each packed sequence are that has any, and the context of these alone."""
-        alone, bounds = self._replace(cu_seqlens=None), self.cu_seqlens.unique().tolist()  # type: ignore[union-attr]
+        alone = self._replace(cu_seqlens=None)
+        bounds = self.cu_seqlens.unique().tolist()  # type: ignore[union-attr]
         return [(slice(*ends), alone.of(slice(*ends), {})) for ends in pairwise(bounds)]
 
     def part(self, name: str) -> "Context":
@@ -57,7 +65,9 @@ class Context(NamedTuple):
             return x, self
         x, order = real_tokens_first(x, self.attention_mask)
         positions = None if self.positions is None else self.positions.gather(order)
-        return x, self._replace(positions=positions, attention_mask=self.attention_mask.gather(1, order), order=order)
+        return x, self._replace(
+            positions=positions, attention_mask=self.attention_mask.gather(1, order), order=order
+        )
 
     def in_their_places(self, x: Tensor) -> Tensor:
         """The inverse of `with_padding_last` for results [B, T, ...]."""
@@ -89,7 +99,12 @@ class Context(NamedTuple):
 
     def is_step(self, x: Tensor) -> bool:
         """Whether x [B, 1, ...] is one new token of each row, which follows others."""
-        return bool(self.states) and x.shape[1] == 1 and self.attention_mask is None and self.cu_seqlens is None
+        return (
+            bool(self.states)
+            and x.shape[1] == 1
+            and self.attention_mask is None
+            and self.cu_seqlens is None
+        )
 
     def grown(self, new: States) -> tuple[States, States]:
         """The entries of states that grow with the text: those of the tokens before, then the new ones [B, T, ...].
@@ -108,11 +123,16 @@ class Context(NamedTuple):
 
     def counts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, 1] each: the number of tokens of a row that were read before x [B, T, ...], and with these."""
-        before, lengths = self._read_before(x), self.lengths
+        before = self._read_before(x)
+        lengths = self.lengths
         return before, before + (x.shape[1] if lengths is None else lengths[:, None])
 
     def _read_before(self, x: Tensor) -> Tensor:
-        return self.states["tokens_read"][:, None] if self.states else x.new_zeros(len(x), 1, dtype=torch.long)
+        return (
+            self.states["tokens_read"][:, None]
+            if self.states
+            else x.new_zeros(len(x), 1, dtype=torch.long)
+        )
 
     def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
         """The position of each token x [B, T, ...] in its sequence, and `tokens_read` [B], including these."""
@@ -124,7 +144,8 @@ class Context(NamedTuple):
         return self._tokens_after(self._read_before(x), x)
 
     def _tokens_after(self, before: Tensor, x: Tensor) -> Tokens:
-        T, mask = x.shape[1], self.attention_mask
+        T = x.shape[1]
+        mask = self.attention_mask
         if self.cu_seqlens is not None:
             return packed(self.cu_seqlens, T)
         if mask is None:
@@ -135,7 +156,7 @@ class Context(NamedTuple):
     def tokens_read(self, x: Tensor) -> Tensor:
         """The state `tokens_read` [B] including x [B, T, ...]; after the last use of `tokens`, since it may be counted
         on in place."""
-        if self.known is not None and self.is_step(x) and not torch.is_grad_enabled():
+        if self.uniform_length is not None and self.is_step(x) and not torch.is_grad_enabled():
             return self.states["tokens_read"].add_(1)
         return self.counts(x)[1].flatten()
 
@@ -158,16 +179,21 @@ class Projections(nn.Module, ABC):
         self.softcap = config.attn_logit_softcapping
         self.num_key_value_groups = query_heads // key_heads
         self.num_output_heads = max(query_heads, value_heads)
-        width, bias = config.hidden_size, config.attention_bias
+        width = config.hidden_size
+        bias = config.attention_bias
         self.q_proj = nn.Linear(width, query_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, value_heads * self.value_dim, bias=bias)
-        self.o_proj = nn.Linear(self.num_output_heads * self.value_dim, width, bias=config.attention_output_bias)
+        self.o_proj = nn.Linear(
+            self.num_output_heads * self.value_dim, width, bias=config.attention_output_bias
+        )
         self.q_norm: Any = None
         self.k_norm: Any = None
         if self.normalizes:
             heads = (query_heads, key_heads) if config.qk_norm_whole_width else (1, 1)
-            self.q_norm, self.k_norm = (RMSNorm(n * self.head_dim, eps=config.rms_norm_eps) for n in heads)
+            self.q_norm, self.k_norm = (
+                RMSNorm(n * self.head_dim, eps=config.rms_norm_eps) for n in heads
+            )
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
@@ -186,22 +212,31 @@ class Projections(nn.Module, ABC):
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., H * D] -> [..., H, D]; with tensor parallelism H is smaller than in the config."""
-        rows, K, V = q.shape[:-1], self.head_dim, self.value_dim
+        rows = q.shape[:-1]
+        K = self.head_dim
+        V = self.value_dim
         return q.view(*rows, -1, K), k.view(*rows, -1, K), v.view(*rows, -1, V)
 
     def by_head(self, x: Tensor) -> Tensor:
         """[..., H * D] -> [..., H, D], of keys."""
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def project_heads(self, hidden_states: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_heads(
+        self, hidden_states: Tensor, positions: Positions | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, K], k [B, T, H, K] and v [B, T, H, V]; q and k normalised, and rotated to given positions."""
-        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        q, k, v = self.split_heads(
+            self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        )
         return *self.normalize_and_rotate(q, k, positions), v
 
-    def normalize_and_rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
+    def normalize_and_rotate(
+        self, q: Tensor, k: Tensor, positions: Positions | None
+    ) -> tuple[Tensor, Tensor]:
         """Apply q/k norms, if the config has them, and rotary positions, if they are given, to q and k [B, T, H, D]."""
         if self.q_norm is not None:
-            whole, dtype = self.config.qk_norm_whole_width, q.dtype  # norms return float32 under autocast
+            whole = self.config.qk_norm_whole_width
+            dtype = q.dtype  # norms return float32 under autocast
             q, k = (
                 (norm(x.flatten(-2)).view_as(x) if whole else norm(x)).to(dtype)
                 for norm, x in ((self.q_norm, q), (self.k_norm, k))
@@ -249,7 +284,9 @@ class MemoryMixer(Convertible, Projections):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The memory, a matrix for each head, and the last inputs of the convolutions."""
         *_, K, V = config.memory_heads
-        return convolution_spec(config, cls.convolved) | {"memory": State((config.num_output_heads, K, V))}
+        return convolution_spec(config, cls.convolved) | {
+            "memory": State((config.num_output_heads, K, V))
+        }
 
     def scale_output(self, factor: Tensor) -> None:
         """Scale the norm before or after the gate of the output, if there is one."""
@@ -297,7 +334,9 @@ class MemoryMixer(Convertible, Projections):
         if layer is None:
             output, _ = self.mix_inputs(inputs, {}, cu_seqlens)
         else:
-            output = layer.advance(inputs, partial(self.mix_inputs, cu_seqlens=cu_seqlens), self.spec)
+            output = layer.advance(
+                inputs, partial(self.mix_inputs, cu_seqlens=cu_seqlens), self.spec
+            )
         return output.view(B, T, -1), None
 
     def inputs(
@@ -308,7 +347,8 @@ class MemoryMixer(Convertible, Projections):
         cu_seqlens: Tensor | None,
     ) -> Inputs:
         """The inputs of `mix_inputs` by name, from arguments of `forward`; packed rows become one."""
-        B, inputs = len(hidden_states), {"hidden_states": hidden_states}
+        B = len(hidden_states)
+        inputs = {"hidden_states": hidden_states}
         if position_embeddings is not None and self.sees_positions:
             inputs["cos"], inputs["sin"] = position_embeddings
         if cu_seqlens is not None and B > 1:  # rows are boundaries of sequences too
@@ -319,22 +359,36 @@ class MemoryMixer(Convertible, Projections):
         return inputs
 
     def mix_inputs(
-        self, inputs: Inputs, states: States, cu_seqlens: Tensor | None = None, known: int | None = None
+        self,
+        inputs: Inputs,
+        states: States,
+        cu_seqlens: Tensor | None = None,
+        uniform_length: int | None = None,
     ) -> tuple[Tensor, States]:
         """The same as `mix` for the tokens in their places, from inputs by name, as a cache records them."""
         states = nested(states) if self.has_parts else states
-        hidden_states, context = self.in_context(inputs, states, cu_seqlens, known)
+        hidden_states, context = self.in_context(inputs, states, cu_seqlens, uniform_length)
         output, states = self.mix(hidden_states, context)
         output = output if context.order is None else context.in_their_places(output)
         states = flat(states) if self.has_parts else states
         return output, as_declared(states, self.spec, hidden_states.dtype)
 
     def in_context(
-        self, inputs: Inputs, states: States, cu_seqlens: Tensor | None = None, known: int | None = None
+        self,
+        inputs: Inputs,
+        states: States,
+        cu_seqlens: Tensor | None = None,
+        uniform_length: int | None = None,
     ) -> tuple[Tensor, Context]:
         """The hidden states among the inputs, with padding last if the mixer wants that, and their context."""
         positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
-        context = Context(positions, inputs.get("attention_mask"), cu_seqlens, states, known=known)
+        context = Context(
+            positions,
+            inputs.get("attention_mask"),
+            cu_seqlens,
+            states,
+            uniform_length=uniform_length,
+        )
         if self.padding_last:
             return context.with_padding_last(inputs["hidden_states"])
         return inputs["hidden_states"], context
@@ -343,7 +397,9 @@ class MemoryMixer(Convertible, Projections):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output [B, T, hidden_size], and the states after these tokens."""
 
-    def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
+    def project(
+        self, hidden_states: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor, States]:
         """q and k [B, T, H, K], v [B, T, HV, V] with HV a multiple of H, and the states of the convolutions."""
         parts = {x: getattr(self, f"{x}_proj")(hidden_states) for x in "qkv"}
         new_states: States = {}
@@ -357,7 +413,8 @@ class MemoryMixer(Convertible, Projections):
         """A projection [B, T, channels] after its convolution and silu, if it has them; the new state is added."""
         if not self.has_convolutions:
             return F.silu(x) if self.has_silu else x
-        state, convolution = context.states.get(f"{name}_conv"), getattr(self, f"{name}_conv1d")
+        state = context.states.get(f"{name}_conv")
+        convolution = getattr(self, f"{name}_conv1d")
         where = context.attention_mask, context.cu_seqlens
         x, new_states[f"{name}_conv"] = convolution(x, state, *where, silu=self.has_silu)
         return x
@@ -369,10 +426,16 @@ def convolution_spec(config, convolved: str = "qkv") -> Spec:
     channels = {"q": query_heads * K, "k": key_heads * K, "v": value_heads * V}
     if not config.linear_conv_kernel_dim:
         return {}
-    return {f"{x}_conv": State((config.linear_conv_kernel_dim - 1, channels[x]), None) for x in convolved}
+    return {
+        f"{x}_conv": State((config.linear_conv_kernel_dim - 1, channels[x]), None)
+        for x in convolved
+    }
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # for output gates
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}  # for output gates
 
 
 class OutputGate(Convertible, nn.Module):
@@ -385,8 +448,12 @@ class OutputGate(Convertible, nn.Module):
         self.norm = RMSNorm(value_dim, eps=config.output_norm_eps or config.rms_norm_eps)
         self.activation = config.output_gate
         if self.activation != "none":
-            self.down, width = low_rank(config.hidden_size, getattr(config, "output_gate_low_rank_dim", None))
-            self.proj = nn.Linear(width, heads * value_dim, bias=getattr(config, "output_gate_bias", False))
+            self.down, width = low_rank(
+                config.hidden_size, getattr(config, "output_gate_low_rank_dim", None)
+            )
+            self.proj = nn.Linear(
+                width, heads * value_dim, bias=getattr(config, "output_gate_bias", False)
+            )
 
     def start_open(self, half_life: int) -> None:
         """Start a sigmoid gate half open."""
@@ -401,4 +468,8 @@ class OutputGate(Convertible, nn.Module):
     def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:
         """o [B, T, HV, V] -> [B, T, HV * V]."""
         o = self.norm(o).flatten(-2)
-        return o if self.activation == "none" else o * ACTIVATIONS[self.activation](self.proj(self.down(hidden_states)))
+        return (
+            o
+            if self.activation == "none"
+            else o * ACTIVATIONS[self.activation](self.proj(self.down(hidden_states)))
+        )

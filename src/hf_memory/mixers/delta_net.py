@@ -1,19 +1,11 @@
 """Mixers of the delta rule: DeltaNet, Gated DeltaNet, Kimi Delta Attention, and what has been made of them since."""
 
-import math
-from dataclasses import replace
-
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from hf_memory.cache import Spec, State
-from hf_memory.layers import unit_length, wide
+from hf_memory.layers import unit_length, upcast
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
 from hf_memory.mixers.gates import SoftplusDecay
 from hf_memory.mixers.levels import Levels, Written
-from hf_memory.ops import linear_attention
-from hf_memory.ops.contract import repeat_heads
 
 BY_CHANNEL = ("vector", "gdn2", "preconditioned_vector")  # gates with a decay for each key channel
 
@@ -40,165 +32,14 @@ class DeltaNetMixer(Levels, MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        beta = self.largest_beta * wide(self.b_proj(hidden_states)).sigmoid()
+        beta = self.largest_beta * upcast(self.b_proj(hidden_states)).sigmoid()
         g = self.decay(hidden_states)[0] if self.decays else None
         o, states = self.update(hidden_states, context, Written(q, k, v, g, beta))
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | states
 
-    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
+    def update(
+        self, hidden_states: Tensor, context: Context, written: Written
+    ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and the memory after the tokens; q and k are not of unit length yet."""
         written = written._replace(q=unit_length(written.q), k=unit_length(written.k))
         return self.remember(hidden_states, context, written)
-
-
-class DeltaProductMixer(DeltaNetMixer):
-    """S <- e^g S, and then n steps S <- S + beta k (v - S^T k)^T, each with a key, a value and a strength of its own.
-
-    The n steps are n tokens of the delta rule, of which the first decays and the last reads.
-    https://arxiv.org/abs/2502.10297.
-    """
-
-    has_levels = False
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.steps = config.num_householder
-        for name in ("k_proj", "v_proj", "b_proj"):
-            one = getattr(self, name)
-            outputs = self.steps * one.out_features
-            setattr(self, name, nn.Linear(one.in_features, outputs, bias=one.bias is not None))
-        self.make_convolutions(config.linear_conv_kernel_dim)
-
-    @classmethod
-    def state_spec(cls, config, layer_idx: int) -> Spec:
-        """As of DeltaNet, with wider convolutions of keys and values."""
-        spec, n = super().state_spec(config, layer_idx), config.num_householder
-        before = {x: spec[x] for x in ("k_conv", "v_conv") if x in spec}
-        return spec | {x: replace(s, shape=(s.shape[0], n * s.shape[1])) for x, s in before.items()}
-
-    def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, K], and k and v with n tokens in place of each."""
-        q, k, v = super().split_heads(q, k, v)
-        return q, self._in_turn(k), self._in_turn(v)
-
-    def _in_turn(self, x: Tensor) -> Tensor:
-        """[B, T, n * H, ...] -> [B, T * n, H, ...]."""
-        return x.unflatten(2, (self.steps, -1)).flatten(1, 2)
-
-    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
-        """See `DeltaNetMixer`."""
-        n, mask, cu_seqlens = self.steps, context.attention_mask, context.cu_seqlens
-        context = context._replace(
-            attention_mask=None if mask is None else mask.repeat_interleave(n, 1),
-            cu_seqlens=None if cu_seqlens is None else n * cu_seqlens,
-        )
-        q, k, v, g, beta = written
-        q = F.pad(q[:, :, None], (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
-        if g is not None:
-            g = F.pad(g[:, :, None], (0, 0) * (g.ndim - 2) + (0, n - 1)).flatten(1, 2)
-        o, states = super().update(hidden_states, context, Written(q, k, v, g, self._in_turn(beta)))
-        return o[:, n - 1 :: n], states
-
-
-class GatedDeltaNet2Mixer(DeltaNetMixer):
-    """S <- e^g S;   S <- S + k (w v - S^T (b k))^T: gates b and w of each channel erase and write.
-
-    https://arxiv.org/abs/2605.22791.
-    """
-
-    has_levels = False
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        heads = self.num_output_heads
-        self.b_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
-        self.w_proj = nn.Linear(config.hidden_size, heads * self.value_dim, bias=False)
-
-    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
-        """See `DeltaNetMixer`; g is [B, T, HV, K], and beta [B, T, HV * K] has the gates b."""
-        q, k, v, g, beta = written
-        k, write = unit_length(k), self.w_proj(hidden_states).sigmoid()
-        b = repeat_heads(k, v.shape[2])
-        a = -(g.exp() * beta.view_as(b) * b).to(k.dtype)
-        v, one = write.view_as(v) * v, torch.ones_like(beta[..., : v.shape[2]])
-        return self.remember(hidden_states, context, Written(unit_length(q), k, v, g, one), a=a, b=b)
-
-
-class CombaMixer(DeltaNetMixer):
-    """S <- e^g S + beta k (v - S^T p)^T;   o = S^T (q - D p), with p = sigmoid(inner_decay) k.
-
-    The memory is asked before it decays, and what it returns for p is taken from what it is asked for. As in the
-    published code, p and q - D p are at unit length where they read. https://arxiv.org/abs/2506.02475.
-    """
-
-    has_levels = False
-    starts = {"inner_decay": 1.0, "D": 1.0}  # as published
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        heads = self.q_proj.out_features // self.head_dim
-        self.inner_decay = nn.Parameter(torch.empty(heads))
-        self.D = nn.Parameter(torch.empty(heads))
-
-    def start_open(self, half_life: int) -> None:
-        """Start without correction of the queries."""
-        self.D.zero_()
-
-    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
-        """See `DeltaNetMixer`."""
-        q, k, v, g, beta = written
-        p = (self.inner_decay.sigmoid()[:, None] * k).to(k.dtype)
-        q, p, k = q - self.D.to(k.dtype)[:, None] * p, repeat_heads(p, v.shape[2]), unit_length(k)
-        b = (beta[..., None] * repeat_heads(k, v.shape[2])).to(k.dtype)
-        return self.remember(hidden_states, context, Written(unit_length(q), k, v, g, beta), a=-unit_length(p), b=b)
-
-
-class PreconditionedMixer(DeltaNetMixer):
-    """A <- e^f A + c k^2;   S <- e^g S;   S <- S + beta (m k) (v - S^T k)^T, with m = 1.5^-softsign(log A - center).
-
-    Channels of keys that were written often are written less. https://arxiv.org/abs/2604.21100.
-    """
-
-    has_levels = False
-    starts = {"center": -0.2}  # as published
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        heads = self.q_proj.out_features // self.head_dim
-        self.key_decay = SoftplusDecay(config.hidden_size, heads)
-        self.c_proj = nn.Linear(config.hidden_size, heads, bias=False)
-        self.center = nn.Parameter(torch.empty(heads))
-
-    @classmethod
-    def state_spec(cls, config, layer_idx: int) -> Spec:
-        """As of DeltaNet, with the sums of squares of keys."""
-        heads, _, _, K, _ = config.memory_heads
-        return super().state_spec(config, layer_idx) | {"key_squares": State((heads, 1, K))}
-
-    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
-        """See `DeltaNetMixer`; the sums are a linear attention with one key channel, which decays by head."""
-        q, k, v, g, beta = written
-        k = unit_length(k)
-        squares, sums = linear_attention(
-            torch.ones_like(k[..., :1]),
-            self.c_proj(hidden_states).sigmoid()[..., None].to(k.dtype),
-            k.square(),
-            self.key_decay(hidden_states)[0],
-            scale=1.0,
-            **context.options(self.config.mixer_backend, "key_squares"),
-        )
-        excess = F.softsign((wide(squares) + 1e-6).log() - wide(self.center)[:, None])
-        writes = (k * (-math.log(1.5) * excess).exp()).to(k.dtype)
-        k, b = (repeat_heads(x, v.shape[2]) for x in (k, writes))
-        decay = g.exp() if g.ndim == 4 else g.exp()[..., None]
-        a, b = -(decay * k).to(k.dtype), (beta[..., None] * b).to(k.dtype)
-        o, states = self.remember(hidden_states, context, Written(unit_length(q), writes, v, g, beta), a=a, b=b)
-        return o, states | {"key_squares": sums}
-
-
-MIXERS = {
-    **dict.fromkeys(("none", "scalar", "vector"), DeltaNetMixer),
-    "gdn2": GatedDeltaNet2Mixer,
-    "comba": CombaMixer,
-    **dict.fromkeys(("preconditioned", "preconditioned_vector"), PreconditionedMixer),
-}

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import unit_length, wide
+from hf_memory.layers import unit_length, upcast
 from hf_memory.mixers.attention_blocks import Columns, full_attention
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.pasts import take
@@ -41,8 +41,14 @@ class DeltaFormerMixer(MemoryMixer):
         W = window_of(config, layer_idx)
         at_most = None if W is None else W - 1
         kept = State((heads, D if config.write_rope else 2 * D), None, "token", at_most)
-        u, positions = State((heads, D), None, "token", at_most), State((), torch.int32, "token", at_most, absent=-1)
-        return {"tokens_read": State((), torch.long), "keys": kept, "values": u, "positions": positions}
+        u = State((heads, D), None, "token", at_most)
+        positions = State((), torch.int32, "token", at_most, absent=-1)
+        return {
+            "tokens_read": State((), torch.long),
+            "keys": kept,
+            "values": u,
+            "positions": positions,
+        }
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `tokens_read` [B]; and of all tokens, or of those within the window, `keys` [B, tokens, H, D
@@ -51,7 +57,9 @@ class DeltaFormerMixer(MemoryMixer):
         q, k = self.rotate(q, k_written, context.positions)
         tokens, tokens_read = context.places(k)
         kept = k if self.config.write_rope else torch.cat([k, k_written], -1)
-        past, _ = context.grown({"keys": kept, "positions": tokens.position.expand(len(k), -1).int()})
+        past, _ = context.grown(
+            {"keys": kept, "positions": tokens.position.expand(len(k), -1).int()}
+        )
         is_full = context.is_whole or context.cu_seqlens is not None
         shared = {
             "mask": None if is_full else past["positions"] >= 0,
@@ -59,16 +67,23 @@ class DeltaFormerMixer(MemoryMixer):
             "cu_seqlens": context.cu_seqlens,
             "backend": self.config.mixer_backend,
         }
-        u = self._write(past["keys"][..., -self.head_dim :], v, self._beta(hidden_states), context, shared)
+        u = self._write(
+            past["keys"][..., -self.head_dim :], v, self._beta(hidden_states), context, shared
+        )
         past |= context.grown({"values": u})[0]
-        k, u = past["keys"][..., : self.head_dim], past["values"]
+        k = past["keys"][..., : self.head_dim]
+        u = past["values"]
         if self.config.read_kernel == "softmax":
             sees = causal if self.window is None else causal & window(self.window)
             columns = Columns(Tokens(past["positions"], tokens.sequence), k, u, sees)
-            o = full_attention(q, tokens, columns, self.scores, window=self.window, is_whole=context.is_whole)
+            o = full_attention(
+                q, tokens, columns, self.scores, window=self.window, is_whole=context.is_whole
+            )
         else:
             o = read(unit_length(q), unit_length(k), u, kernel=self.config.read_kernel, **shared)
-        return self.o_proj(o.flatten(2)), {"tokens_read": tokens_read} | self._kept(past, shared["mask"])
+        return self.o_proj(o.flatten(2)), {"tokens_read": tokens_read} | self._kept(
+            past, shared["mask"]
+        )
 
     def _kept(self, past: States, mask: Tensor | None) -> States:
         """The last tokens that the window of the next token sees, with padding before them; or all."""
@@ -80,18 +95,24 @@ class DeltaFormerMixer(MemoryMixer):
         order = mask.long().argsort(dim=1, stable=True)[:, first:]
         return {name: take(x, order) for name, x in past.items()}
 
-    def _write(self, k: Tensor, v: Tensor, beta: Tensor | None, context: Context, shared: dict) -> Tensor:
+    def _write(
+        self, k: Tensor, v: Tensor, beta: Tensor | None, context: Context, shared: dict
+    ) -> Tensor:
         """The new u [B, T, H, D], for keys k [B, S + T, H, D] of past and new tokens."""
-        T, k = v.shape[1], k if self.config.write_kernel == "softmax" else unit_length(k)
+        T = v.shape[1]
+        k = k if self.config.write_kernel == "softmax" else unit_length(k)
         past = (k[:, :-T], context.states["values"]) if context.states else None
         kinds = {"kernel": self.config.write_kernel, "beta_mode": self.config.beta_mode}
-        return corrected_values(k[:, -T:], v, beta, initial_state=past, **kinds, **shared).to(v.dtype)
+        return corrected_values(k[:, -T:], v, beta, initial_state=past, **kinds, **shared).to(
+            v.dtype
+        )
 
     def _beta(self, hidden_states: Tensor) -> Tensor | None:
         """The write strength [B, T, H] in float32: how much of what is read for a key is subtracted from its value."""
         if self.config.beta_mode == "none":
             return None
-        beta, activation = wide(self.b_proj(hidden_states)), self.config.beta_activation
+        beta = upcast(self.b_proj(hidden_states))
+        activation = self.config.beta_activation
         return beta if activation == "identity" else getattr(torch, activation)(beta)
 
 

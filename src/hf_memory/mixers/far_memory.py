@@ -8,12 +8,13 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.ops import delta_rule, linear_attention
-from hf_memory.ops.contract import repeat_heads, without_autocast
+from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.masks import packed
+from hf_memory.ops.precision import without_autocast
 
 NOTHING = 1e-30  # mass of an empty memory or slot, so small that it takes no share from the window
 LEAST = 1e-12  # smaller weights become zero: denormal products are a hundred times slower on CPUs
@@ -34,7 +35,8 @@ class HeadProjection(nn.Module):
 
     def __init__(self, heads: int, dim: int, features: int):
         super().__init__()
-        self.features, self.dim = features, dim
+        self.features = features
+        self.dim = dim
         self.weight = nn.Parameter(torch.empty(heads * features, dim))
         self.bias = nn.Parameter(torch.empty(heads * features))
 
@@ -45,8 +47,9 @@ class HeadProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        weight, bias = self.weight.view(-1, self.features, self.dim).mT, self.bias.view(-1, 1, self.features)
-        x, weight, bias = map(wide, (x, weight, bias))
+        weight = self.weight.view(-1, self.features, self.dim).mT
+        bias = self.bias.view(-1, 1, self.features)
+        x, weight, bias = map(upcast, (x, weight, bias))
         by_head = x.flatten(0, 1).transpose(0, 1)
         y = without_autocast(torch.baddbmm, bias, by_head, weight)  # [H, B * T, features]
         return y.transpose(0, 1).unflatten(0, x.shape[:2])
@@ -68,7 +71,9 @@ class SlotMemory(nn.Module):
 
     def __init__(self, config, heads: int):
         super().__init__()
-        self.heads, self.slots, self.backend = heads, config.num_memory_slots, config.mixer_backend
+        self.heads = heads
+        self.slots = config.num_memory_slots
+        self.backend = config.mixer_backend
         groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         self.k_slots = HeadProjection(heads, config.head_dim, self.slots)
@@ -83,7 +88,9 @@ class SlotMemory(nn.Module):
         """Gates for the writes of tokens [B, T, hidden_size] that leave the window, [B, T, H, num_gates] float32."""
         return hidden_states.new_zeros(*hidden_states.shape[:2], self.heads, 0)
 
-    def forward(self, q: Tensor, leaving: Leaving, context: Context) -> tuple[Tensor, Tensor, States]:
+    def forward(
+        self, q: Tensor, leaving: Leaving, context: Context
+    ) -> tuple[Tensor, Tensor, States]:
         """Write the token that leaves the window at each step, and read with the current query.
 
         Args:
@@ -96,14 +103,19 @@ class SlotMemory(nn.Module):
         """
         asked = self.q_slots(q)
         most = asked.detach().amax(-1, keepdim=True)
-        weights, values = _no_less((asked - most).exp()), F.pad(leaving.values, (0, 1), value=1.0)
-        o, states = self._recall(linear_attention, weights, self._slots_of(leaving), values, leaving, context)
+        weights = _no_less((asked - most).exp())
+        values = F.pad(leaving.values, (0, 1), value=1.0)
+        o, states = self._recall(
+            linear_attention, weights, self._slots_of(leaving), values, leaving, context
+        )
         mass = o[..., -1:].to(most.dtype).clamp(min=NOTHING)
         return (o[..., :-1] / mass).to(values.dtype), (most + mass.log())[..., 0], states
 
     def _slots_of(self, leaving: Leaving) -> Tensor:
         """The assignment of keys to slots, [B, T, H, slots] float32."""
-        return torch.where(leaving.exists[..., None, None], _no_less(self.k_slots(leaving.keys).softmax(-1)), 0)
+        return torch.where(
+            leaving.exists[..., None, None], _no_less(self.k_slots(leaving.keys).softmax(-1)), 0
+        )
 
     def _recall(self, op, q, slots, v, leaving: Leaving, context: Context) -> tuple[Tensor, States]:
         gates = torch.where(leaving.exists[..., None, None], leaving.gates, 0)
@@ -133,21 +145,31 @@ class SlotMemory(nn.Module):
         groups = q.shape[1] // k.shape[1]
         learned = self.k_slots.weight, self.k_slots.bias, self.q_slots.weight
         weights = (x.unflatten(0, (k.shape[1], -1)) for x in learned)
-        for of_head, queries, keys in zip(zip(*weights), wide(q).split(groups, 1), wide(k).unbind(1)):
+        for of_head, queries, keys in zip(
+            zip(*weights), upcast(q).split(groups, 1), upcast(k).unbind(1)
+        ):
             self._start_head(of_head, queries.flatten(0, 1), keys, rotation)
         self.q_slots.bias.zero_()
 
-    def _start_head(self, weights: tuple[Tensor, ...], q: Tensor, k: Tensor, rotation: Tensor) -> None:
+    def _start_head(
+        self, weights: tuple[Tensor, ...], q: Tensor, k: Tensor, rotation: Tensor
+    ) -> None:
         """Initialise one head. Keys count as close if queries see little difference between them."""
         k_weight, k_bias, q_weight = weights
         size, vectors = torch.linalg.eigh(q.mT @ q / len(q))
-        seen = rotation @ (vectors * (self.scaling * size.clamp(min=1e-4 * size.mean()).sqrt())) @ vectors.mT
+        seen = (
+            rotation
+            @ (vectors * (self.scaling * size.clamp(min=1e-4 * size.mean()).sqrt()))
+            @ vectors.mT
+        )
         points = k @ seen
         centers, members = centroids(points, self.slots)
         sharpness = SHARPNESS / (points - centers[members]).square().sum(-1).mean().clamp(min=1e-6)
         k_weight.copy_(sharpness * centers @ seen.mT)
         k_bias.copy_(-0.5 * sharpness * centers.square().sum(-1))
-        middles = torch.stack([k[members == i].mean(0) if (members == i).any() else k[0] for i in range(self.slots)])
+        middles = torch.stack(
+            [k[members == i].mean(0) if (members == i).any() else k[0] for i in range(self.slots)]
+        )
         q_weight.copy_((self.scaling * middles @ rotation).repeat(len(q_weight) // self.slots, 1))
 
 
@@ -186,22 +208,29 @@ class DeltaSlots(SlotMemory):
 
     def gates(self, hidden_states: Tensor) -> Tensor:
         """The write strength, as a gate."""
-        return wide(self.b_proj(hidden_states)).sigmoid()[..., None]
+        return upcast(self.b_proj(hidden_states)).sigmoid()[..., None]
 
-    def forward(self, q: Tensor, leaving: Leaving, context: Context) -> tuple[Tensor, Tensor, States]:
+    def forward(
+        self, q: Tensor, leaving: Leaving, context: Context
+    ) -> tuple[Tensor, Tensor, States]:
         """See `SlotMemory.forward`; the states are `slot_values` [B, H, slots, V] and `slot_counts` [B, H, slots]."""
         slots = self._slots_of(leaving)
         counts, states = self._counts(slots, context)
         weights = self.q_slots(q) + repeat_heads((counts + NOTHING).log(), q.shape[2])
         mass = weights.logsumexp(-1, keepdim=True)
-        o, new = self._recall(delta_rule, _no_less((weights - mass).exp()), slots, leaving.values, leaving, context)
+        o, new = self._recall(
+            delta_rule, _no_less((weights - mass).exp()), slots, leaving.values, leaving, context
+        )
         return o, mass[..., 0], states | new
 
     def _counts(self, slots: Tensor, context: Context) -> tuple[Tensor, States]:
         """[B, T, H, slots], the sum of earlier assignments to each slot in the same sequence."""
         counts = slots.cumsum(1)
         if context.cu_seqlens is not None:
-            starts = torch.arange(T := slots.shape[1], device=slots.device) - packed(context.cu_seqlens, T).position[0]
+            starts = (
+                torch.arange(T := slots.shape[1], device=slots.device)
+                - packed(context.cu_seqlens, T).position[0]
+            )
             return counts - F.pad(counts, (0, 0, 0, 0, 1, 0))[:, starts], {}
         if context.states:
             counts = counts + context.states["slot_counts"][:, None]
@@ -218,7 +247,9 @@ def centroids(points: Tensor, number: int, *, rounds: int = 8) -> tuple[Tensor, 
     generator = torch.Generator(points.device).manual_seed(0)
 
     def drawn() -> Tensor:
-        return points[torch.randint(len(points), (number,), generator=generator, device=points.device)]
+        return points[
+            torch.randint(len(points), (number,), generator=generator, device=points.device)
+        ]
 
     centers = drawn()
     for _ in range(rounds):

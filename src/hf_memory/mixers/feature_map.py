@@ -11,9 +11,16 @@ from hf_memory.ops.feature_maps import RANDOM_FEATURE_MAPS
 
 def num_features(config) -> int:
     """Number of features of a head with the config's feature map."""
-    D, F = config.head_dim, config.feature_dim
-    widths = {"hedgehog": 2 * D, "dpfp": 2 * D * feature_maps.DPFP_ROLLS, "taylor": 1 + D + D * (D + 1) // 2}
-    return {"favor": F, "rfa": 2 * (F or 0)}.get(config.feature_map) or widths.get(config.feature_map, D)
+    D = config.head_dim
+    F = config.feature_dim
+    widths = {
+        "hedgehog": 2 * D,
+        "dpfp": 2 * D * feature_maps.DPFP_ROLLS,
+        "taylor": 1 + D + D * (D + 1) // 2,
+    }
+    return {"favor": F, "rfa": 2 * (F or 0)}.get(config.feature_map) or widths.get(
+        config.feature_map, D
+    )
 
 
 class FeatureMap(nn.Module):
@@ -22,9 +29,12 @@ class FeatureMap(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.name = config.feature_map
-        H, D = config.num_attention_heads, config.head_dim
+        H = config.num_attention_heads
+        D = config.head_dim
         if self.name == "hedgehog":
-            self.q_weight = nn.Parameter(torch.empty(H * D, D))  # tensor parallelism splits rows, which are heads
+            self.q_weight = nn.Parameter(
+                torch.empty(H * D, D)
+            )  # tensor parallelism splits rows, which are heads
             self.k_weight = nn.Parameter(torch.empty(H * D, D))
         if self.name in RANDOM_FEATURE_MAPS:
             self.projection = nn.Buffer(torch.empty(config.feature_dim, D))
@@ -38,15 +48,23 @@ class FeatureMap(nn.Module):
         if self.name in RANDOM_FEATURE_MAPS:
             init.copy_(self.projection, feature_maps.orthogonal_projection(*self.projection.shape))
 
-    def forward(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None, States]:
+    def forward(
+        self, q: Tensor, k: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor | None, States]:
         """Features of q and k, a decay that keeps the memory in range (favor only), and the states of the map."""
-        mask, cu_seqlens, states = context.attention_mask, context.cu_seqlens, context.states
+        mask = context.attention_mask
+        cu_seqlens = context.cu_seqlens
+        states = context.states
         if self.name == "favor":
             starts = None  # where a packed sequence begins
             if cu_seqlens is not None:
-                starts = k.new_zeros(k.shape[1] + 1, dtype=torch.bool).index_fill(0, cu_seqlens.long(), True)[:-1]
+                starts = k.new_zeros(k.shape[1] + 1, dtype=torch.bool).index_fill(
+                    0, cu_seqlens.long(), True
+                )[:-1]
             q = feature_maps.favor_query(q, self.projection)
-            k, g, running_max = feature_maps.favor_key(k, self.projection, states.get("running_max"), mask, starts)
+            k, g, running_max = feature_maps.favor_key(
+                k, self.projection, states.get("running_max"), mask, starts
+            )
             return q, k, g, {"running_max": running_max}
         return self._map(q, "q_weight"), self._map(k, "k_weight"), None, {}
 

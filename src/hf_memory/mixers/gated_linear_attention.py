@@ -20,15 +20,24 @@ class GatedLinearAttentionMixer(Levels, MemoryMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.make_convolutions(config.linear_conv_kernel_dim)
-        heads, channels = self.num_output_heads, self.head_dim if config.gate == "vector" else None
-        sizes = config.hidden_size, heads, channels, config.gate_low_rank_dim, config.gate_logit_normalizer
+        heads = self.num_output_heads
+        channels = self.head_dim if config.gate == "vector" else None
+        sizes = (
+            config.hidden_size,
+            heads,
+            channels,
+            config.gate_low_rank_dim,
+            config.gate_logit_normalizer,
+        )
         self.decay: Any = FixedDecay(heads) if config.gate == "retention" else SigmoidDecay(*sizes)
         self.output_gate = OutputGate(heads, self.value_dim, config)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        o, memory = self.remember(hidden_states, context, Written(q, k, v, self.decay(hidden_states)))
+        o, memory = self.remember(
+            hidden_states, context, Written(q, k, v, self.decay(hidden_states))
+        )
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | memory
 
 
@@ -44,7 +53,8 @@ class Mamba2Mixer(Levels, MemoryMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.make_convolutions(config.linear_conv_kernel_dim, bias=True)
-        heads, groups = self.num_output_heads, self.q_proj.out_features // self.head_dim
+        heads = self.num_output_heads
+        groups = self.q_proj.out_features // self.head_dim
         self.decay = SoftplusDecay(config.hidden_size, heads)
         self.D = nn.Parameter(torch.empty(heads))
         self.g_proj = nn.Linear(config.hidden_size, heads * self.value_dim, bias=False)

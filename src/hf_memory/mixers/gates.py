@@ -8,12 +8,16 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.convertible import Convertible
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 
 
 def low_rank(hidden_size: int, rank: int | None) -> tuple[nn.Module, int]:
     """A projection to `rank` channels, or the identity if `rank` is None, and the number of output channels."""
-    return (nn.Identity(), hidden_size) if rank is None else (nn.Linear(hidden_size, rank, bias=False), rank)
+    return (
+        (nn.Identity(), hidden_size)
+        if rank is None
+        else (nn.Linear(hidden_size, rank, bias=False), rank)
+    )
 
 
 def steady_rows(down: nn.Module, proj: nn.Linear, direction: Tensor) -> None:
@@ -43,9 +47,12 @@ class SigmoidDecay(Convertible, nn.Module):
     Gated retention has the first (https://arxiv.org/abs/2405.05254), GLA the second (https://arxiv.org/abs/2312.06635).
     """
 
-    def __init__(self, hidden_size: int, heads: int, channels: int | None, rank: int, temperature: float):
+    def __init__(
+        self, hidden_size: int, heads: int, channels: int | None, rank: int, temperature: float
+    ):
         super().__init__()
-        self.channels, self.temperature = channels, temperature
+        self.channels = channels
+        self.temperature = temperature
         self.down, width = low_rank(hidden_size, None if channels is None else rank)
         self.proj = nn.Linear(width, heads * (channels or 1))
 
@@ -55,7 +62,7 @@ class SigmoidDecay(Convertible, nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
-        g = F.logsigmoid(wide(self.proj(self.down(hidden_states)))) / self.temperature
+        g = F.logsigmoid(upcast(self.proj(self.down(hidden_states)))) / self.temperature
         return g if self.channels is None else g.unflatten(-1, (-1, self.channels))
 
 
@@ -94,10 +101,11 @@ class SoftplusDecay(Convertible, nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K], and the positive steps of the same shape."""
-        steps = F.softplus(wide(self.proj(self.down(hidden_states))) + wide(self.dt_bias))
-        A = wide(self.A_log).exp()
+        steps = F.softplus(upcast(self.proj(self.down(hidden_states))) + upcast(self.dt_bias))
+        A = upcast(self.A_log).exp()
         if self.channels is not None:
-            A, steps = A[:, None], steps.unflatten(-1, (-1, self.channels))
+            A = A[:, None]
+            steps = steps.unflatten(-1, (-1, self.channels))
         return -A * steps, steps
 
 
@@ -123,8 +131,8 @@ class StepDecay(Convertible, nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, hidden_size] -> g [B, T, H], and the positive steps of the same shape."""
-        steps = F.softplus(wide(self.proj(hidden_states)) + wide(self.dt_bias))
-        return -F.softplus(wide(self.rate_proj(hidden_states))).clamp(min=1e-4) * steps, steps
+        steps = F.softplus(upcast(self.proj(hidden_states)) + upcast(self.dt_bias))
+        return -F.softplus(upcast(self.rate_proj(hidden_states))).clamp(min=1e-4) * steps, steps
 
 
 class ChannelDecay(nn.Module):
@@ -149,8 +157,8 @@ class ChannelDecay(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, channels] -> positive steps [B, T, channels], and rates [1, keys, channels]."""
-        steps = F.softplus(wide(self.proj(self.down(x))) + wide(self.dt_bias))
-        return steps, wide(self.A_log).mT.exp()[None]
+        steps = F.softplus(upcast(self.proj(self.down(x))) + upcast(self.dt_bias))
+        return steps, upcast(self.A_log).mT.exp()[None]
 
 
 def _start_steps(dt_bias: nn.Parameter) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.base import Context, States
 from hf_memory.ops import LogLinearState, delta_rule, linear_attention, log_linear_attention
 
@@ -19,7 +19,10 @@ ONE = math.log(math.e - 1)  # softplus(ONE) = 1
 class LevelWeights(nn.Module):
     """Weights of the blocks for each token: softplus(W x + b + log(e - 1)), which start at one."""
 
-    starts = {"proj.weight": 0.0, "proj.bias": 0.0}  # weights of one, which give the same outputs as a single memory
+    starts = {
+        "proj.weight": 0.0,
+        "proj.bias": 0.0,
+    }  # weights of one, which give the same outputs as a single memory
 
     def __init__(self, hidden_size: int, heads: int, levels: int):
         super().__init__()
@@ -28,7 +31,9 @@ class LevelWeights(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Weights [B, T, HV, L + 1] in float32 for hidden states [B, T, hidden_size]."""
-        return F.softplus(wide(self.proj(hidden_states)) + ONE).unflatten(-1, (-1, self.levels + 1))
+        return F.softplus(upcast(self.proj(hidden_states)) + ONE).unflatten(
+            -1, (-1, self.levels + 1)
+        )
 
 
 class Written(NamedTuple):
@@ -52,7 +57,9 @@ class Levels:
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)  # type: ignore[call-arg]
         if config.levels == "log":
-            self.level_weights = LevelWeights(config.hidden_size, self.num_output_heads, config.num_levels)
+            self.level_weights = LevelWeights(
+                config.hidden_size, self.num_output_heads, config.num_levels
+            )
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -64,7 +71,13 @@ class Levels:
         return spec | {"memory": memory, "tokens_read": State((), torch.long)}
 
     def remember(
-        self, hidden_states: Tensor, context: Context, written: Written, *, scale: float | None = None, **erase: Any
+        self,
+        hidden_states: Tensor,
+        context: Context,
+        written: Written,
+        *,
+        scale: float | None = None,
+        **erase: Any,
     ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and the memory after the tokens; `erase` are arguments a and b of the delta rule."""
         q, k, v, g, beta = written
@@ -73,7 +86,9 @@ class Levels:
         if self.config.levels == "log":
             if memory is not None:
                 options["initial_state"] = LogLinearState(memory, context.states["tokens_read"])
-            (levels,) = self.spec["memory"].places(q.shape[1]) if memory is None else memory.shape[1:2]
+            (levels,) = (
+                self.spec["memory"].places(q.shape[1]) if memory is None else memory.shape[1:2]
+            )
             weights = self.level_weights(hidden_states)[..., : levels + 1]
             o, after = log_linear_attention(q, k, v, weights, beta, g, **erase, **options)
             return o, {"memory": after.levels, "tokens_read": after.tokens_read}

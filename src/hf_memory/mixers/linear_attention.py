@@ -24,7 +24,9 @@ class LinearAttentionMixer(MemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """A matrix for each head, the sum of the keys' features, and for favor their largest exponent."""
-        H, D, F = config.num_attention_heads, config.head_dim, num_features(config)
+        H = config.num_attention_heads
+        D = config.head_dim
+        F = num_features(config)
         spec = {"memory": State((H, F, D))}
         spec |= {"normalizer": State((H, F))} if config.normalize else {}
         return spec | ({"running_max": State((H,))} if config.feature_map == "favor" else {})

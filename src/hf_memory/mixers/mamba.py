@@ -22,7 +22,8 @@ class MambaMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        channels, bias = self.value_dim, config.attention_bias
+        channels = self.value_dim
+        bias = config.attention_bias
         self.q_proj = nn.Linear(channels, self.head_dim, bias=bias)
         self.k_proj = nn.Linear(channels, self.head_dim, bias=bias)
         self.make_convolutions(config.linear_conv_kernel_dim, bias=True)

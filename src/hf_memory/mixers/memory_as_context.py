@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from hf_memory.cache import Spec, State, States, nested
-from hf_memory.layers import RMSNorm, wide
+from hf_memory.layers import RMSNorm, upcast
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.attention_blocks import Blocks, Columns
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.contract import per_sequence, varies
+from hf_memory.ops.layout import per_sequence, varies
 from hf_memory.ops.masks import Tokens
 
 
@@ -34,7 +34,9 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.attention_norm, self.memory_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+        self.attention_norm, self.memory_norm = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
+        )
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -58,14 +60,19 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
             alone = context._replace(cu_seqlens=None)
 
             def one(x: Tensor, *angles: Tensor, initial_state):
-                return self.mix(x, alone._replace(positions=Positions(*angles) if angles else None))[0], initial_state
+                return self.mix(
+                    x, alone._replace(positions=Positions(*angles) if angles else None)
+                )[0], initial_state
 
-            return per_sequence(one, context.cu_seqlens, hidden_states, *(context.positions or ()), initial_state={})
+            return per_sequence(
+                one, context.cu_seqlens, hidden_states, *(context.positions or ()), initial_state={}
+            )
         # after other tokens, rows may be at different places of their segments
         length = 1 if context.states else self.config.segment_length
         if varies(hidden_states.shape[1]):
             return self._loop(hidden_states, context, length)
-        states, outputs = context.states or self._empty(hidden_states), []
+        states = context.states or self._empty(hidden_states)
+        outputs = []
         for start in range(0, hidden_states.shape[1], length):
             tokens = slice(start, start + length)
             output, states = self._piece(hidden_states[:, tokens], context.of(tokens, states))
@@ -83,7 +90,9 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         n = torch.sym_max(2, -(-T // length))  # a single piece would need another graph
 
         def first(x: Tensor, tokens: int) -> Tensor:
-            return x.index_select(1, torch.arange(tokens, device=x.device))  # a slice would add a check of x's length
+            return x.index_select(
+                1, torch.arange(tokens, device=x.device)
+            )  # a slice would add a check of x's length
 
         def split(x: Tensor) -> Tensor:
             """[1 or B, T, ...] -> [n, 1 or B, length, ...]"""
@@ -103,31 +112,45 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         return first(outputs.transpose(0, 1).flatten(1, 2), T), states
 
     def _empty(self, hidden_states: Tensor) -> States:
-        B, C = hidden_states.shape[0], self.config.segment_length
+        B = hidden_states.shape[0]
+        C = self.config.segment_length
         heads = self.k_proj.out_features // self.head_dim
         pairs = hidden_states.new_zeros(B, C, 2, heads, self.head_dim)
-        then = hidden_states.new_zeros(B, self.memory.num_output_heads, self.memory.initial_weights.size)
+        then = hidden_states.new_zeros(
+            B, self.memory.num_output_heads, self.memory.initial_weights.size
+        )
         offset = torch.zeros(B, dtype=torch.long, device=hidden_states.device)
-        return {"then": wide(then), "offset": offset, "keys": pairs, "values": pairs}
+        return {"then": upcast(then), "offset": offset, "keys": pairs, "values": pairs}
 
     def _all_empty(self, hidden_states: Tensor) -> States:
         """Empty states, with those of a memory that has read nothing."""
 
         def zeros(state: State) -> Tensor:
             x = hidden_states.new_zeros(len(hidden_states), *state.shape, dtype=state.dtype)
-            return x.to(torch.promote_types(x.dtype, hidden_states.dtype)) if x.is_floating_point() else x
+            return (
+                x.to(torch.promote_types(x.dtype, hidden_states.dtype))
+                if x.is_floating_point()
+                else x
+            )
 
         return nested({name: zeros(state) for name, state in self.spec.items()})
 
     def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
         """Mix tokens that do not cross the end of a segment in any row."""
-        states, C = context.states, self.config.segment_length
-        real = x.new_ones(x.shape[:2], dtype=torch.bool) if context.attention_mask is None else context.attention_mask
+        states = context.states
+        C = self.config.segment_length
+        real = (
+            x.new_ones(x.shape[:2], dtype=torch.bool)
+            if context.attention_mask is None
+            else context.attention_mask
+        )
         begins = (states["offset"] == C) & real.any(1)
         now = states["memory"]["weights"] if "memory" in states else states["then"]
         then = torch.where(begins[:, None, None], now, states["then"])
         offset = torch.where(begins, 0, states["offset"])
-        places = torch.where(real, offset[:, None] + real.cumsum(1) - 1, C)  # padding gets C and is dropped
+        places = torch.where(
+            real, offset[:, None] + real.cumsum(1) - 1, C
+        )  # padding gets C and is dropped
         recalled = self.memory.recall(x, then, self._of_memory(context))
         heads, keys, values = self._attend_pairs(x, recalled, places, context)
         y = self.attention_norm(self.o_proj(heads.flatten(-2)))
@@ -136,14 +159,18 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         own = {"then": then, "offset": offset + real.sum(1), "keys": keys, "values": values}
         return output, own | {"memory": memory}
 
-    def _attend_pairs(self, x: Tensor, h: Tensor, places: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend_pairs(
+        self, x: Tensor, h: Tensor, places: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Attention outputs [B, T, H, D] of tokens at places [B, T] of their segments; the updated keys and values."""
         q, k, v = self.project_heads(x, context.positions)
         k_h, v_h = (self.by_head(proj(h)) for proj in (self.k_proj, self.v_proj))
         k_h = self.normalize_and_rotate(q, k_h, context.positions)[1]
         keys = _put(context.states["keys"], torch.stack([k_h, k], 2), places)
         values = _put(context.states["values"], torch.stack([v_h, v], 2), places)
-        columns = Tokens(torch.arange(keys.shape[1], device=x.device).expand(2, -1).mT.flatten()[None])
+        columns = Tokens(
+            torch.arange(keys.shape[1], device=x.device).expand(2, -1).mT.flatten()[None]
+        )
         segment = Columns(columns, keys.flatten(1, 2).to(q.dtype), values.flatten(1, 2).to(q.dtype))
         always = self.always(x)
         first = [] if always is None else [always.map(lambda x: x.expand(len(q), *x.shape[1:]))]

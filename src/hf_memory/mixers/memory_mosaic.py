@@ -5,14 +5,16 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import RMSNorm, token_before, unit_length, wide
+from hf_memory.layers import RMSNorm, token_before, unit_length, upcast
 from hf_memory.mixers.attention_blocks import Scores, full_attention
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.pasts import Everything
 from hf_memory.ops import linear_attention
 from hf_memory.ops.masks import Mask
 
-completed = Mask(lambda q, k: (k <= q) & (k > 0))  # there is no pair at the first token of a sequence
+completed = Mask(
+    lambda q, k: (k <= q) & (k > 0)
+)  # there is no pair at the first token of a sequence
 
 
 class MemoryMosaicMixer(MemoryMixer):
@@ -29,7 +31,8 @@ class MemoryMosaicMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        heads, width = self.num_output_heads, config.hidden_size
+        heads = self.num_output_heads
+        width = config.hidden_size
         self.input_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
         self.key_average = LeakyAverage(config, heads)
         self.value_average = PeekingAverage(heads)
@@ -42,8 +45,14 @@ class MemoryMosaicMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `mix`."""
         heads, _, _, D, _ = config.memory_heads
-        average, last = State((heads, 1, D)), State((1, 2 * heads * D), None)
-        spec = {"key_average": average, "query_average": average, "tokens_read": State((), torch.long), "last": last}
+        average = State((heads, 1, D))
+        last = State((1, 2 * heads * D), None)
+        spec = {
+            "key_average": average,
+            "query_average": average,
+            "tokens_read": State((), torch.long),
+            "last": last,
+        }
         return spec | Everything().spec(heads, D, D)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -52,15 +61,23 @@ class MemoryMosaicMixer(MemoryMixer):
         `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
         recalled, states = self._recall(self.input_layernorm(hidden_states), context)
         x = self.post_attention_layernorm(hidden_states + recalled)
-        q, states["query_average"] = self.query_average(self.by_head(self.q_proj(x)), "query_average", context)
+        q, states["query_average"] = self.query_average(
+            self.by_head(self.q_proj(x)), "query_average", context
+        )
         return recalled + self.persistent_o_proj(self.persistent(q).flatten(2)), states
 
     def _recall(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of the contextual memory, and its states."""
-        v, states = self.v_proj(x), {}
-        k, states["key_average"] = self.key_average(self.by_head(self.k_proj(x)), "key_average", context)
+        v = self.v_proj(x)
+        states = {}
+        k, states["key_average"] = self.key_average(
+            self.by_head(self.k_proj(x)), "key_average", context
+        )
         before, states["last"] = token_before(
-            torch.cat([k.flatten(2), v], -1), context.states.get("last"), context.attention_mask, context.cu_seqlens
+            torch.cat([k.flatten(2), v], -1),
+            context.states.get("last"),
+            context.attention_mask,
+            context.cu_seqlens,
         )
         key, value = (self.by_head(y) for y in before.chunk(2, -1))
         tokens, states["tokens_read"] = context.places(x)
@@ -91,7 +108,7 @@ class LeakyAverage(nn.Module):
             ones,
             ones,
             x,
-            -wide(self.rate).abs().expand(x.shape[:3]),
+            -upcast(self.rate).abs().expand(x.shape[:3]),
             scale=1.0,
             **context.options(self.config.mixer_backend, name),
         )

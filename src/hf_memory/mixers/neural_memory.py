@@ -8,10 +8,10 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import unit_length, wide
+from hf_memory.layers import unit_length, upcast
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, convolution_spec
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.contract import repeat_heads
+from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory.network import Rule, network, unpack
 
@@ -32,8 +32,11 @@ class InitialWeights(nn.Module):
 
     def __init__(self, heads: int, shapes: list[tuple[int, int]], has_bias: bool = False):
         super().__init__()
-        self.depth, self.has_bias = len(shapes), has_bias
-        self.size = sum((d_in + has_bias) * d_out for d_in, d_out in shapes)  # number of weights of a head
+        self.depth = len(shapes)
+        self.has_bias = has_bias
+        self.size = sum(
+            (d_in + has_bias) * d_out for d_in, d_out in shapes
+        )  # number of weights of a head
         for i, (d_in, d_out) in enumerate(shapes):
             self.register_parameter(f"layer_{i}", nn.Parameter(torch.empty(heads, d_in, d_out)))
             if has_bias:
@@ -43,14 +46,19 @@ class InitialWeights(nn.Module):
         """The weights in float32."""
         weights: list[Tensor] = [self.get_parameter(f"layer_{i}") for i in range(self.depth)]
         if self.has_bias:
-            weights = [torch.cat([W, self.get_parameter(f"bias_{i}")], dim=1) for i, W in enumerate(weights)]
-        return tuple(map(wide, weights))
+            weights = [
+                torch.cat([W, self.get_parameter(f"bias_{i}")], dim=1)
+                for i, W in enumerate(weights)
+            ]
+        return tuple(map(upcast, weights))
 
     def init_own_parameters(self) -> None:
         """Random matrices that keep the scale of their inputs; the last one reduces it to a tenth."""
         for i in range(self.depth):
             weights = self.get_parameter(f"layer_{i}")
-            init.normal_(weights, std=(0.1 if i == self.depth - 1 else 1.0) * weights.shape[1] ** -0.5)
+            init.normal_(
+                weights, std=(0.1 if i == self.depth - 1 else 1.0) * weights.shape[1] ** -0.5
+            )
             if self.has_bias:
                 init.zeros_(self.get_parameter(f"bias_{i}"))
 
@@ -66,7 +74,7 @@ class InnerNorm(nn.Module):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Weight and bias in float32."""
-        return wide(self.weight), wide(self.bias)
+        return upcast(self.weight), upcast(self.bias)
 
 
 class NeuralMemoryMixer(MemoryMixer):
@@ -75,17 +83,24 @@ class NeuralMemoryMixer(MemoryMixer):
     The inner rate is max_lr sigmoid(W x) (1 - eta) / chunk_size, since steps add up over a chunk and in the momentum.
     """
 
-    gates: dict[str, float] = {"lr": 0.0, "momentum": 0.0, "decay": -6.0}  # and the initial values of their biases
+    gates: dict[str, float] = {
+        "lr": 0.0,
+        "momentum": 0.0,
+        "decay": -6.0,
+    }  # and the initial values of their biases
     unit_keys = True  # whether keys and queries have unit length
     has_bias = False
     has_norm = False
-    clips_gradients = True  # whether `memory_max_grad_norm` is possible: with one gradient for each token
+    clips_gradients = (
+        True  # whether `memory_max_grad_norm` is possible: with one gradient for each token
+    )
 
     def __init__(self, config, layer_idx: int, *, reads_persistent: bool = True):
         super().__init__(config, layer_idx)
         self.make_convolutions(config.linear_conv_kernel_dim)
         self.num_persistent = config.num_persistent_tokens if reads_persistent else 0
-        heads, width = self.num_output_heads, config.hidden_size
+        heads = self.num_output_heads
+        width = config.hidden_size
         self.make_gates(width, heads)
         self.initial_weights = InitialWeights(heads, self.layer_shapes(config), self.has_bias)
         if self.num_persistent:
@@ -120,9 +135,20 @@ class NeuralMemoryMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Weights of each head, their momentum, the anchor, and the number of tokens in the current chunk."""
         size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in cls.layer_shapes(config))
-        has = {"weights": True, "momentum": "momentum" in cls.gates, "anchor": config.memory_chunk_size > 1}
-        spec = {name: State((config.num_output_heads, size if has_it else 0)) for name, has_it in has.items()}
-        return convolution_spec(config) | spec | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
+        has = {
+            "weights": True,
+            "momentum": "momentum" in cls.gates,
+            "anchor": config.memory_chunk_size > 1,
+        }
+        spec = {
+            name: State((config.num_output_heads, size if has_it else 0))
+            for name, has_it in has.items()
+        }
+        return (
+            convolution_spec(config)
+            | spec
+            | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
+        )
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
         """Like any mixer; or, as a part of another mixer and with a `Context`, like `mix`, so that hooks run."""
@@ -155,10 +181,14 @@ class NeuralMemoryMixer(MemoryMixer):
         output = self.o_proj(self.output_gate(o, hidden_states))
         return (output if real is None else output[:, real]), new_states | memory
 
-    def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
+    def learn(
+        self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context
+    ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and states of the memory, given the arguments from `learning`."""
         config = self.config
-        options = context.options(config.mixer_backend) | {"initial_state": context.past(NeuralMemoryState)}
+        options = context.options(config.mixer_backend) | {
+            "initial_state": context.past(NeuralMemoryState)
+        }
         o, state = neural_memory(
             q,
             k,
@@ -183,7 +213,7 @@ class NeuralMemoryMixer(MemoryMixer):
 
     def logit(self, gate: str, hidden_states: Tensor) -> Tensor:
         """W x of a gate, [B, T, HV] in float32."""
-        return wide(self.get_submodule(f"{gate}_proj")(hidden_states))
+        return upcast(self.get_submodule(f"{gate}_proj")(hidden_states))
 
     def log_decay(self, hidden_states: Tensor) -> Tensor:
         """log a = log sigmoid(-W x), [B, T, HV]."""
@@ -194,7 +224,9 @@ class NeuralMemoryMixer(MemoryMixer):
         scale = self.config.memory_max_lr / self.config.memory_chunk_size
         return scale * self.logit("lr", hidden_states).sigmoid()
 
-    def _after_persistent(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
+    def _after_persistent(
+        self, hidden_states: Tensor, context: Context
+    ) -> tuple[Tensor, Context, Tensor | None]:
         """Insert persistent tokens before sequences that begin here; also returns the new places of real tokens."""
         P = self.num_persistent
         if not P or context.states:
@@ -202,13 +234,18 @@ class NeuralMemoryMixer(MemoryMixer):
         B, T, device = *hidden_states.shape[:2], hidden_states.device
         bounds = context.cu_seqlens
         starts = torch.zeros(1, dtype=torch.long, device=device) if bounds is None else bounds[:-1]
-        before = P * torch.arange(len(starts), device=device)  # persistent tokens before each sequence
+        before = P * torch.arange(
+            len(starts), device=device
+        )  # persistent tokens before each sequence
         tokens = torch.arange(T, device=device)
         real = tokens + P * (tokens[:, None] >= starts).sum(1)
-        order = torch.cat([real, ((starts + before)[:, None] + torch.arange(P, device=device)).flatten()]).argsort()
+        order = torch.cat(
+            [real, ((starts + before)[:, None] + torch.arange(P, device=device)).flatten()]
+        ).argsort()
         wide = self.persistent.to(hidden_states.dtype).repeat(len(starts), 1).expand(B, -1, -1)
         hidden_states = torch.cat([hidden_states, wide], 1)[:, order]
-        mask, cu_seqlens = context.attention_mask, context.cu_seqlens
+        mask = context.attention_mask
+        cu_seqlens = context.cu_seqlens
         if mask is not None:
             mask = torch.cat([mask.new_ones(B, P), mask], 1)
         if cu_seqlens is not None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, Scores, near_blocks, rows_of
 from hf_memory.mixers.base import Context
-from hf_memory.ops.contract import beside, varies
+from hf_memory.ops.layout import expand_dims_like, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 
 # Keys and values [B, S, H, D] that a token sees, and which of them exist, [B, 1, 1, S] bool; None: all.
@@ -42,31 +42,50 @@ class Everything(NamedTuple):
 
     def spec(self, heads: int, K: int, V: int) -> Spec:
         """The states `keys` and `values` [B, tokens, H, D], and `positions` [B, tokens], -1 at padding."""
-        shapes = {"keys": State((heads, K), None, "token"), "values": State((heads, V), None, "token")}
+        shapes = {
+            "keys": State((heads, K), None, "token"),
+            "values": State((heads, V), None, "token"),
+        }
         shapes |= {"positions": State((), torch.int32, "token", absent=-1)}
         return {f"{self.prefix}{name}": state for name, state in shapes.items()}
 
-    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None) -> Past:
+    def read(
+        self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None
+    ) -> Past:
         """Add the new tokens, keys and values [B, T, H, D]; the states have no entries that precede them."""
         new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int()}
         past, states = context.grown({f"{self.prefix}{name}": x for name, x in new.items()})
         keys, values, position = past.values()
         near = Columns(Tokens(position, tokens.sequence), keys, values)
-        return Past(near, None, states, keys, values, context.is_step(k) and context.known is not None)
+        return Past(
+            near,
+            None,
+            states,
+            keys,
+            values,
+            context.is_step(k) and context.uniform_length is not None,
+        )
 
-    def step(self, states: States, k: Tensor, v: Tensor, known: int | None, always: Any = None) -> Seen:
+    def step(
+        self, states: States, k: Tensor, v: Tensor, uniform_length: int | None, always: Any = None
+    ) -> Seen:
         """Add one token of each row to the states. What is seen begins with the entry `always` [1, 1, H, D]."""
         token = {"keys": k, "values": v, "positions": states["tokens_read"][:, None].int()}
         grown = {f"{self.prefix}{name}": x for name, x in token.items()}
-        grown = {name: torch.cat([states[name], x.to(states[name].dtype)], 1) for name, x in grown.items()}
+        grown = {
+            name: torch.cat([states[name], x.to(states[name].dtype)], 1)
+            for name, x in grown.items()
+        }
         states |= grown
         keys, values, position = grown.values()
-        keys, values = keys.to(k.dtype), values.to(v.dtype)
-        visible = None if known is not None else (position >= 0)[:, None, None]
+        keys = keys.to(k.dtype)
+        values = values.to(v.dtype)
+        visible = None if uniform_length is not None else (position >= 0)[:, None, None]
         if always is None:
             return keys, values, visible
         keys, values = (
-            torch.cat([x.to(y.dtype).expand(len(y), -1, -1, -1), y], 1) for x, y in zip(always, (keys, values))
+            torch.cat([x.to(y.dtype).expand(len(y), -1, -1, -1), y], 1)
+            for x, y in zip(always, (keys, values))
         )
         return keys, values, None if visible is None else F.pad(visible, (1, 0), value=True)
 
@@ -102,10 +121,15 @@ class Window(NamedTuple):
             for name in ("keys", "values")
         }
 
-    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, *, reach: int | None = None) -> Past:
+    def read(
+        self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, *, reach: int | None = None
+    ) -> Past:
         """Add the new tokens, keys and values [B, T, H, D], which see at most `reach` tokens of the window."""
         (keys, values), new = kept(
-            context.states, {f"{self.prefix}keys": k, f"{self.prefix}values": v}, self.kept, context.lengths
+            context.states,
+            {f"{self.prefix}keys": k, f"{self.prefix}values": v},
+            self.kept,
+            context.lengths,
         )
         unseen = self.kept + 1 - min(self.reach, reach or self.reach)
         tokens_read = context.states.get("tokens_read")
@@ -113,14 +137,21 @@ class Window(NamedTuple):
         first = None
         if self.first:
             first = self._first_tokens(k, v, context)
-            new |= {f"{self.prefix}sink_keys": first.keys, f"{self.prefix}sink_values": first.values}
+            new |= {
+                f"{self.prefix}sink_keys": first.keys,
+                f"{self.prefix}sink_values": first.values,
+            }
         return Past(near, first, new, keys, values)
 
     def _first_tokens(self, k: Tensor, v: Tensor, context: Context) -> Columns:
         """The first tokens of each sequence, from the states if they were read before, or from the new ones."""
-        place, T, states = torch.arange(self.first, device=k.device), k.shape[1], context.states
+        place = torch.arange(self.first, device=k.device)
+        T = k.shape[1]
+        states = context.states
         if context.cu_seqlens is not None:
-            return _first_of_packed(k, v, place, context.cu_seqlens)._replace(sees=older(self.reach))
+            return _first_of_packed(k, v, place, context.cu_seqlens)._replace(
+                sees=older(self.reach)
+            )
         before, after = context.counts(k)
         if T == 1:
             keys, values = (x.repeat(1, self.first, 1, 1) for x in (k, v))
@@ -129,8 +160,12 @@ class Window(NamedTuple):
         if states:
             is_old = (place < before)[..., None, None]
             old = (states[f"{self.prefix}{name}"] for name in ("sink_keys", "sink_values"))
-            keys, values = (torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values)))
-        return Columns(Tokens(torch.where(place < after, place, -1)), keys, values, older(self.reach))
+            keys, values = (
+                torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values))
+            )
+        return Columns(
+            Tokens(torch.where(place < after, place, -1)), keys, values, older(self.reach)
+        )
 
 
 class Ring(NamedTuple):
@@ -151,18 +186,24 @@ class Ring(NamedTuple):
         shape = self.lead + self.first + self.size, heads, D
         return {f"{self.prefix}{name}": State(shape, None) for name in ("keys", "values")}
 
-    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None) -> Past:
+    def read(
+        self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None
+    ) -> Past:
         """Add the new tokens, keys and values [B, T, H, D], to states that begin with those of `always`
         [1, lead, H, D]."""
         new = {f"{self.prefix}keys": k, f"{self.prefix}values": v}
         if self.lead:
-            states = context.states | {name: context.states[name][:, self.lead :] for name in new if context.states}
+            states = context.states | {
+                name: context.states[name][:, self.lead :] for name in new if context.states
+            }
             past = self._read(new, tokens, context._replace(states=states))
             lead = (x.to(k.dtype).expand(len(k), -1, -1, -1) for x in always)
-            return past._replace(states={n: torch.cat([x, y], 1) for x, (n, y) in zip(lead, past.states.items())})
+            return past._replace(
+                states={n: torch.cat([x, y], 1) for x, (n, y) in zip(lead, past.states.items())}
+            )
         if context.is_step(k):
             (keys, values), new = self._step(new, context)
-            return self._seen_by_one(new, keys, values, tokens, context.known)
+            return self._seen_by_one(new, keys, values, tokens, context.uniform_length)
         return self._read(new, tokens, context)
 
     def _read(self, new: States, tokens: Tokens, context: Context) -> Past:
@@ -170,39 +211,56 @@ class Ring(NamedTuple):
         sees = causal & window(self.size)
         near = columns(tokens, context.states.get("tokens_read"), keys[:, 1:], values[:, 1:], sees)
         first = (
-            self._first_tokens(keys[:, self.size :], values[:, self.size :], states, context) if self.first else None
+            self._first_tokens(keys[:, self.size :], values[:, self.size :], states, context)
+            if self.first
+            else None
         )
         return Past(near, first, states, keys, values)
 
-    def step(self, states: States, k: Tensor, v: Tensor, known: int | None, always: Any = None) -> Seen:
+    def step(
+        self, states: States, k: Tensor, v: Tensor, uniform_length: int | None, always: Any = None
+    ) -> Seen:
         """Add one token of each row in place; the states have the entries that precede it."""
-        keys, values = states[f"{self.prefix}keys"], states[f"{self.prefix}values"]
-        size, visible = keys.shape[1], None
-        if known is None:
+        keys = states[f"{self.prefix}keys"]
+        values = states[f"{self.prefix}values"]
+        size = keys.shape[1]
+        visible = None
+        if uniform_length is None:
             position = states["tokens_read"][:, None]
             place = self.lead + self._places(position)
             for state, x in ((keys, k), (values, v)):
-                state.scatter_(1, beside(place, x).expand_as(x), x.to(state.dtype))
+                state.scatter_(1, expand_dims_like(place, x).expand_as(x), x.to(state.dtype))
             visible = (torch.arange(size, device=k.device) <= self.lead + position)[:, None, None]
         else:
-            here = self.lead + self._place(known)
-            keys[:, here : here + 1], values[:, here : here + 1] = k, v
-            if (seen := self.lead + known + 1) < size:
-                keys, values = keys[:, :seen], values[:, :seen]
+            here = self.lead + self._place(uniform_length)
+            keys[:, here : here + 1] = k
+            values[:, here : here + 1] = v
+            if (seen := self.lead + uniform_length + 1) < size:
+                keys = keys[:, :seen]
+                values = values[:, :seen]
         return keys.to(k.dtype), values.to(v.dtype), visible
 
-    def _seen_by_one(self, states: States, keys, values, tokens: Tokens, known: int | None) -> Past:
+    def _seen_by_one(
+        self, states: States, keys, values, tokens: Tokens, uniform_length: int | None
+    ) -> Past:
         size = self.first + self.size
-        if known is None:
+        if uniform_length is None:
             place = torch.arange(size, device=tokens.position.device)[None]
-            near, visible = Columns(Tokens(place), *states.values()), (place <= tokens.position)[:, None, None]
+            near = Columns(Tokens(place), *states.values())
+            visible = (place <= tokens.position)[:, None, None]
         else:
-            seen = states.values() if known >= size else [x[:, : known + 1] for x in states.values()]
-            near, visible = Columns(tokens, *seen), None
+            seen = (
+                states.values()
+                if uniform_length >= size
+                else [x[:, : uniform_length + 1] for x in states.values()]
+            )
+            near = Columns(tokens, *seen)
+            visible = None
         return Past(near, None, states, keys, values, True, visible)
 
     def _first_tokens(self, k: Tensor, v: Tensor, states: States, context: Context) -> Columns:
-        place, sees = torch.arange(self.first, device=k.device), older(self.size)
+        place = torch.arange(self.first, device=k.device)
+        sees = older(self.size)
         if context.cu_seqlens is not None:
             return _first_of_packed(k, v, place, context.cu_seqlens)._replace(sees=sees)
         position = torch.where(place < context.counts(k)[1], place, -1)
@@ -228,22 +286,27 @@ class Ring(NamedTuple):
         before, after = context.counts(x)
         if states:
             order = self._places(before + torch.arange(-self.size, 0, device=x.device)).clamp(min=0)
-            seen = {name: torch.cat([take(states[name], order).to(x.dtype), x], 1) for name, x in new.items()}
+            seen = {
+                name: torch.cat([take(states[name], order).to(x.dtype), x], 1)
+                for name, x in new.items()
+            }
         place = torch.arange(self.first + self.size, device=x.device)
         back = torch.where(place < self.first, after - 1 - place, (after - 1 - place) % self.size)
         token = after - 1 - back  # the one that each place has then
         is_new = (token >= before) & (place < after)
         return list(seen.values()), {
             name: torch.where(
-                beside(is_new, x), take(x, (token - before).clamp(0, x.shape[1] - 1)), states.get(name, 0)
+                expand_dims_like(is_new, x),
+                take(x, (token - before).clamp(0, x.shape[1] - 1)),
+                states.get(name, 0),
             )
             for name, x in new.items()
         }
 
     def _step(self, new: States, context: Context) -> tuple[list[Any], States]:
         states = {name: context.states[name].to(x.dtype) for name, x in new.items()}
-        if context.known is not None and not torch.is_grad_enabled():
-            here = self._place(context.known)
+        if context.uniform_length is not None and not torch.is_grad_enabled():
+            here = self._place(context.uniform_length)
             places = [x.narrow(1, here, 1) for x in states.values()]
             left = [place.clone() if self.leaves else None for place in places]
             for place, x in zip(places, new.values()):
@@ -252,20 +315,28 @@ class Ring(NamedTuple):
         place = self._places(context.states["tokens_read"][:, None])
         left = [take(x, place) if self.leaves else None for x in states.values()]
         write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
-        return left, {name: write(states[name], 1, beside(place, x).expand_as(x), x) for name, x in new.items()}
+        return left, {
+            name: write(states[name], 1, expand_dims_like(place, x).expand_as(x), x)
+            for name, x in new.items()
+        }
 
     def _place(self, position: int) -> int:
-        return position if position < self.first else self.first + (position - self.first) % self.size
+        return (
+            position if position < self.first else self.first + (position - self.first) % self.size
+        )
 
     def _places(self, position: Tensor) -> Tensor:
         if not self.first:
             return position % self.size
-        return torch.where(position < self.first, position, self.first + (position - self.first) % self.size)
+        return torch.where(
+            position < self.first, position, self.first + (position - self.first) % self.size
+        )
 
 
 def _first_of_packed(k: Tensor, v: Tensor, place: Tensor, cu_seqlens: Tensor) -> Columns:
     """The tokens at these places of each packed sequence."""
-    starts, size = cu_seqlens[:-1, None].long(), cu_seqlens.diff()[:, None]
+    starts = cu_seqlens[:-1, None].long()
+    size = cu_seqlens.diff()[:, None]
     index = (starts + place).clamp(max=k.shape[1] - 1).flatten()[None]
     sequence = torch.arange(1, len(size) + 1, device=k.device).repeat_interleave(len(place))[None]
     tokens = Tokens(torch.where(place < size, place, -1).flatten()[None], sequence)
@@ -304,7 +375,9 @@ def window_attention(
     return rows_of(map(scores.attend, groups), q), past.states | {"tokens_read": tokens_read}
 
 
-def kept(states: States, new: States, W: int, lengths: Tensor | None) -> tuple[list[Tensor], States]:
+def kept(
+    states: States, new: States, W: int, lengths: Tensor | None
+) -> tuple[list[Tensor], States]:
     """New tokens [B, T, ...] by name, with the W tokens of `states` in front, [B, W + T, ...]; and the new states.
 
     For `lengths` see `last`.
@@ -323,7 +396,9 @@ def last(x: Tensor, lengths: Tensor | None, W: int) -> Tensor:
     return take(x, lengths[:, None] + torch.arange(W, device=x.device))
 
 
-def columns(tokens: Tokens, tokens_read: Tensor | None, keys: Tensor, values: Tensor, sees: Mask) -> Columns:
+def columns(
+    tokens: Tokens, tokens_read: Tensor | None, keys: Tensor, values: Tensor, sees: Mask
+) -> Columns:
     """Keys and values [B, W + T, H, D] of the new tokens and of the W before them, of which `tokens_read` [B] exist.
 
     If `tokens_read` is None, nothing was read before, and these W columns are left out, unless blocks need them.
@@ -340,4 +415,4 @@ def columns(tokens: Tokens, tokens_read: Tensor | None, keys: Tensor, values: Te
 
 def take(x: Tensor, places: Tensor) -> Tensor:
     """Select x [B, S, ...] at places [B, n]: [B, n, ...]"""
-    return x.gather(1, beside(places, x).expand(-1, -1, *x.shape[2:]))
+    return x.gather(1, expand_dims_like(places, x).expand(-1, -1, *x.shape[2:]))

@@ -55,5 +55,7 @@ class Positions(NamedTuple):
         if channels < x.shape[-1]:
             return torch.cat([self.turn(x[..., :channels]), x[..., channels:]], -1)
         early, late = x.chunk(2, -1)
-        turned = (x * self.cos.unsqueeze(2)).addcmul_(torch.cat([-late, early], -1), self.sin.unsqueeze(2))
+        turned = (x * self.cos.unsqueeze(2)).addcmul_(
+            torch.cat([-late, early], -1), self.sin.unsqueeze(2)
+        )
         return turned.to(x.dtype)  # cos and sin are float32 under autocast

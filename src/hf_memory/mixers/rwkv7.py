@@ -14,7 +14,14 @@ from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.ops import delta_rule
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 
-MIXES = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}  # initial exponents of the token shift
+MIXES = {
+    "r": 0.2,
+    "w": 0.9,
+    "k": 0.7,
+    "v": 0.7,
+    "a": 0.9,
+    "g": 0.2,
+}  # initial exponents of the token shift
 
 
 class Start(NamedTuple):
@@ -27,8 +34,13 @@ class Start(NamedTuple):
 
     def of(self, channels: int, head_dim: int) -> Tensor:
         """The initial values [channels]."""
-        place, in_head = torch.linspace(0, 1, channels), torch.linspace(-1, 1, head_dim).repeat(channels // head_dim)
-        return self.first + (self.last - self.first) * place**self.curve + self.swing * in_head * in_head.abs()
+        place = torch.linspace(0, 1, channels)
+        in_head = torch.linspace(-1, 1, head_dim).repeat(channels // head_dim)
+        return (
+            self.first
+            + (self.last - self.first) * place**self.curve
+            + self.swing * in_head * in_head.abs()
+        )
 
 
 class Rwkv7Mixer(MemoryMixer):
@@ -50,7 +62,9 @@ class Rwkv7Mixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        width, channels, layers = config.hidden_size, self.q_proj.out_features, config.num_hidden_layers
+        width = config.hidden_size
+        channels = self.q_proj.out_features
+        layers = config.num_hidden_layers
         self.depth = layer_idx / layers
         self.largest_erasure = 2.0 if config.allow_negative_eigenvalues else 1.0
         self.is_first = layer_idx == config.layer_types.index("memory")
@@ -61,17 +75,28 @@ class Rwkv7Mixer(MemoryMixer):
         self.k_a = nn.Parameter(torch.empty(channels))
         self.r_k = nn.Parameter(torch.empty(channels))
         curve = 1 + (layer_idx / max(1, layers - 1)) ** 0.3
-        self.w_lora = self._low_rank(config.decay_low_rank_dim, torch.tanh, Start(-5.5, 0.5, curve, 2.5))
+        self.w_lora = self._low_rank(
+            config.decay_low_rank_dim, torch.tanh, Start(-5.5, 0.5, curve, 2.5)
+        )
         self.a_lora = self._low_rank(config.a_low_rank_dim, None, Start(-0.39, 0.01, swing=0.3))
         if not self.is_first:
             self.v_lora = self._low_rank(config.v_low_rank_dim, None, Start(0.93, 0.53))
         self.g_lora = self._low_rank(config.gate_low_rank_dim, torch.sigmoid, None)
-        self.o_norm = HeadNorm(channels, self.value_dim * config.layer_norm_eps, (self.depth + 1 / layers) ** 0.7)
+        self.o_norm = HeadNorm(
+            channels, self.value_dim * config.layer_norm_eps, (self.depth + 1 / layers) ** 0.7
+        )
         self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.mlp = ChannelMix(config, layer_idx)
 
     def _low_rank(self, rank: int, activation: Callable | None, start: Start | None) -> "LowRank":
-        return LowRank(self.config.hidden_size, rank, self.q_proj.out_features, activation, self.head_dim, start)
+        return LowRank(
+            self.config.hidden_size,
+            rank,
+            self.q_proj.out_features,
+            activation,
+            self.head_dim,
+            start,
+        )
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -91,23 +116,34 @@ class Rwkv7Mixer(MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, H, K, V], `time_shift` and `channel_shift` [B, 1, hidden_size]."""
         width = self.config.hidden_size
-        x, first_values = hidden_states[..., :width], hidden_states[..., width:]
+        x = hidden_states[..., :width]
+        first_values = hidden_states[..., width:]
         mixed, first_values, states = self.mix_time(self.input_layernorm(x), first_values, context)
         made, states["channel_shift"] = self.mlp(self.post_attention_layernorm(x + mixed), context)
-        return torch.cat([mixed + made, first_values], dim=-1)[..., : hidden_states.shape[-1]], states
+        return torch.cat([mixed + made, first_values], dim=-1)[
+            ..., : hidden_states.shape[-1]
+        ], states
 
-    def mix_time(self, x: Tensor, first_values: Tensor, context: Context) -> tuple[Tensor, Tensor, States]:
+    def mix_time(
+        self, x: Tensor, first_values: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, States]:
         """The output of the time mix [B, T, hidden_size], the values of the first layer, and the states."""
-        before, shift = token_before(x, context.states.get("time_shift"), context.attention_mask, context.cu_seqlens)
+        before, shift = token_before(
+            x, context.states.get("time_shift"), context.attention_mask, context.cu_seqlens
+        )
         shares = torch.stack([getattr(self, f"x_{name}") for name in MIXES]).to(x.dtype)
         x_r, x_w, x_k, x_v, x_a, x_g = torch.lerp(x, before, shares[:, None, None])
-        r, k, v = self.q_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
+        r = self.q_proj(x_r)
+        k = self.k_proj(x_k)
+        v = self.v_proj(x_v)
         if self.is_first:
             first_values = v
         else:
             v = torch.lerp(v, first_values.to(v.dtype), self.v_lora(x_v).sigmoid().to(v.dtype))
         r, k, v, a, w = map(self.by_head, (r, k, v.to(r.dtype), self.a_lora(x_a), self.w_lora(x_w)))
-        k, g, a, b = rwkv7_gates(k, a, w, *map(self.by_head, (self.k_k, self.k_a)), erasure=self.largest_erasure)
+        k, g, a, b = rwkv7_gates(
+            k, a, w, *map(self.by_head, (self.k_k, self.k_a)), erasure=self.largest_erasure
+        )
         o, memory = delta_rule(
             r,
             k,
@@ -122,7 +158,11 @@ class Rwkv7Mixer(MemoryMixer):
         )
         now = (r * self.by_head(self.r_k) * k).sum(-1, keepdim=True)
         o = torch.addcmul(self.by_head(self.o_norm(o)), now, v).flatten(-2)
-        return self.o_proj((o * self.g_lora(x_g)).to(r.dtype)), first_values, {"memory": memory, "time_shift": shift}
+        return (
+            self.o_proj((o * self.g_lora(x_g)).to(r.dtype)),
+            first_values,
+            {"memory": memory, "time_shift": shift},
+        )
 
 
 class ChannelMix(nn.Module):
@@ -141,16 +181,30 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The output [B, T, hidden_size], and the last token as the state."""
-        before, shift = token_before(x, context.states.get("channel_shift"), context.attention_mask, context.cu_seqlens)
-        return self.down_proj(F.relu(self.up_proj(torch.lerp(x, before, self.x_k.to(x.dtype)))).square()), shift
+        before, shift = token_before(
+            x, context.states.get("channel_shift"), context.attention_mask, context.cu_seqlens
+        )
+        return self.down_proj(
+            F.relu(self.up_proj(torch.lerp(x, before, self.x_k.to(x.dtype)))).square()
+        ), shift
 
 
 class LowRank(nn.Module):
     """W_up activation(W_down x), plus a bias if a start for it is given."""
 
-    def __init__(self, hidden_size: int, rank: int, channels: int, activation: Callable | None, head_dim: int, start):
+    def __init__(
+        self,
+        hidden_size: int,
+        rank: int,
+        channels: int,
+        activation: Callable | None,
+        head_dim: int,
+        start,
+    ):
         super().__init__()
-        self.activation, self.head_dim, self.start = activation, head_dim, start
+        self.activation = activation
+        self.head_dim = head_dim
+        self.start = start
         self.down_proj = nn.Linear(hidden_size, rank, bias=False)
         self.up_proj = nn.Linear(rank, channels, bias=start is not None)
 
@@ -170,10 +224,13 @@ class HeadNorm(nn.Module):
 
     def __init__(self, channels: int, eps: float, start: float):
         super().__init__()
-        self.eps, self.starts = eps, {"weight": start, "bias": 0.0}
+        self.eps = eps
+        self.starts = {"weight": start, "bias": 0.0}
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
 
     def forward(self, o: Tensor) -> Tensor:
         """[B, T, H, V] -> [B, T, H * V]."""
-        return torch.addcmul(self.bias, F.layer_norm(o, o.shape[-1:], eps=self.eps).flatten(-2), self.weight)
+        return torch.addcmul(
+            self.bias, F.layer_norm(o, o.shape[-1:], eps=self.eps).flatten(-2), self.weight
+        )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memory.cache import States
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
@@ -40,10 +40,13 @@ class TTTMixer(NeuralMemoryMixer):
         super().make_gates(width, heads)
         self.position_rate = nn.Parameter(torch.empty(self.config.memory_chunk_size))
 
-    def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
+    def project(
+        self, hidden_states: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor, States]:
         """q, k, v and states as in `MemoryMixer.project`, rotated by positions in mini-batches."""
         if self.config.memory_rope:
-            place, channels = self._places(hidden_states, context), self.config.rotary_dim
+            place = self._places(hidden_states, context)
+            channels = self.config.rotary_dim
             exponents = -torch.arange(0, channels, 2, device=place.device) / channels
             angles = place[..., None] * self.config.rope_parameters["rope_theta"] ** exponents
             angles = angles.repeat(1, 1, 2)
@@ -52,20 +55,31 @@ class TTTMixer(NeuralMemoryMixer):
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """Gates of each token. Steps since the anchor decay by tau_i / tau_{i-1}, so that all have the rate tau_i."""
-        place, b = self._places(hidden_states, context), self.config.memory_chunk_size
-        learned = wide(self.position_rate)
-        tau = (1 / torch.arange(1, b + 1, device=learned.device, dtype=learned.dtype) + learned).clamp(min=LEAST)
+        place = self._places(hidden_states, context)
+        b = self.config.memory_chunk_size
+        learned = upcast(self.position_rate)
+        tau = (
+            1 / torch.arange(1, b + 1, device=learned.device, dtype=learned.dtype) + learned
+        ).clamp(min=LEAST)
         decay = torch.cat([tau.new_zeros(1), tau.log().diff()])
         lr = self.config.memory_max_lr / self.head_dim * self.logit("lr", hidden_states).sigmoid()
-        return {"lr": lr * tau[place][..., None], "momentum": None, "decay": decay[place][..., None].expand_as(lr)}
+        return {
+            "lr": lr * tau[place][..., None],
+            "momentum": None,
+            "decay": decay[place][..., None].expand_as(lr),
+        }
 
     def _places(self, hidden_states: Tensor, context: Context) -> Tensor:
         """Positions of tokens in their mini-batches, [1 or B, T]."""
-        T, mask, bounds = hidden_states.shape[1], context.attention_mask, context.cu_seqlens
+        T = hidden_states.shape[1]
+        mask = context.attention_mask
+        bounds = context.cu_seqlens
         if bounds is not None:
             place = packed(bounds, T).position
         elif mask is not None:
             place = (mask.cumsum(1) - 1).clamp(min=0)
         else:
             place = torch.arange(T, device=hidden_states.device)[None]
-        return (place + context.states["phase"][:, None] if context.states else place) % self.config.memory_chunk_size
+        return (
+            place + context.states["phase"][:, None] if context.states else place
+        ) % self.config.memory_chunk_size

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from hf_memory.cache import Spec, State, States, memory_layer
 from hf_memory.cache_argument import takes_cache
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import (
     Attended,
     Blocks,
@@ -30,9 +30,9 @@ from hf_memory.mixers.attention_blocks import (
 )
 from hf_memory.mixers.base import Context, MemoryMixer, Projections
 from hf_memory.mixers.far_memory import Leaving
+from hf_memory.mixers.kv_eviction import KVEviction
 from hf_memory.mixers.pasts import Everything, Past, Ring
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.retention import Retention
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
 
 
@@ -69,7 +69,8 @@ class VirtualToken(nn.Module):
 
     def __init__(self, heads: int, key_dim: int, value_dim: int):
         super().__init__()
-        self.keys, self.values = nn.Parameter(torch.empty(heads, key_dim)), nn.Parameter(torch.empty(heads, value_dim))
+        self.keys = nn.Parameter(torch.empty(heads, key_dim))
+        self.values = nn.Parameter(torch.empty(heads, value_dim))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The keys and the values, [1, 1, H, D] each."""
@@ -81,7 +82,8 @@ class WindowedMixer(MemoryMixer):
 
     padding_last = True
     sees_positions = True  # as attention does, which also has these heads and norms
-    heads, normalizes = Projections.heads, Projections.normalizes
+    heads = Projections.heads
+    normalizes = Projections.normalizes
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -89,31 +91,42 @@ class WindowedMixer(MemoryMixer):
         self.full_heads = sorted(kept)
         self.near_heads = [h for h in range(config.num_key_value_heads) if h not in kept]
         order = self.near_heads + self.full_heads
-        self.places = [order.index(h) for h in range(len(order))]  # place of each head among the outputs
+        self.places = [
+            order.index(h) for h in range(len(order))
+        ]  # place of each head among the outputs
         has_memory = config.layer_types[layer_idx] == "sliding_memory" and self.near_heads
         self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
-        near, groups = len(self.near_heads), self.num_key_value_groups
-        self.sinks: Any = Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
+        near = len(self.near_heads)
+        groups = self.num_key_value_groups
+        self.sinks: Any = (
+            Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
+        )
         sizes = config.num_key_value_heads, self.head_dim, self.value_dim
         self.virtual_token: Any = VirtualToken(*sizes) if config.virtual_token else None
-        self.window = _window(config, layer_idx, config.sliding_window)._replace(leaves=self.far is not None)
-        self.retention = _retention(config, layer_idx) if config.kept_tokens[layer_idx] else None
+        self.window = _window(config, layer_idx, config.sliding_window)._replace(
+            leaves=self.far is not None
+        )
+        self.kv_eviction = (
+            _kv_eviction(config, layer_idx) if config.kept_tokens[layer_idx] else None
+        )
         self.full: Any = Everything("full_")
         if (longer := config.full_attention_window) is not None:
             self.full = _window(config, layer_idx, longer, "full_")._replace(leaves=False)
         parts = (True, self.near_heads), (False, self.full_heads)
         self.parts = [(is_near, _slices(heads)) for is_near, heads in parts if heads]
-        self.reads_step = self.far is None and self.retention is None and self.softcap is None
+        self.reads_step = self.far is None and self.kv_eviction is None and self.softcap is None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `mix`; those of heads that keep everything grow with the text, unless they have a window."""
         full = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
-        heads, D = config.num_key_value_heads - full, cls.kept_channels(config)
+        heads = config.num_key_value_heads - full
+        D = cls.kept_channels(config)
         spec: Spec = {"tokens_read": State((), torch.long)}
         if heads:
-            keeps, window = config.kept_tokens[layer_idx], config.sliding_window
-            near = _retention(config, layer_idx) if keeps else _window(config, layer_idx, window)
+            keeps = config.kept_tokens[layer_idx]
+            window = config.sliding_window
+            near = _kv_eviction(config, layer_idx) if keeps else _window(config, layer_idx, window)
             spec |= near.spec(heads, D)
             if config.layer_types[layer_idx] == "sliding_memory":
                 spec |= config.far_memory.state_spec(config, heads)
@@ -156,7 +169,7 @@ class WindowedMixer(MemoryMixer):
             if layer.is_initialized and not layer.record_past and not layer.is_behind:
                 positions = None if position_embeddings is None else Positions(*position_embeddings)
                 layer.spec = self.spec
-                output = self.step(hidden_states, positions, layer.states, layer.known)
+                output = self.step(hidden_states, positions, layer.states, layer.uniform_length)
                 layer.tokens_read += 1
                 return output, None
         where = position_embeddings, attention_mask, cache, cu_seqlens, step
@@ -169,41 +182,65 @@ class WindowedMixer(MemoryMixer):
         heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
         reads_step = self.reads_step and context.attended is None and not torch.is_grad_enabled()
         if reads_step and context.is_step(hidden_states):
-            return self.step(hidden_states, context.positions, context.states, context.known), context.states
+            return self.step(
+                hidden_states, context.positions, context.states, context.uniform_length
+            ), context.states
         o, states = self.attend(hidden_states, *self.project_heads(hidden_states, None), context)
         return self.o_proj(o.flatten(2)), states
 
-    def step(self, hidden_states: Tensor, positions: Positions | None, states: States, known: int | None) -> Tensor:
+    def step(
+        self,
+        hidden_states: Tensor,
+        positions: Positions | None,
+        states: States,
+        uniform_length: int | None,
+    ) -> Tensor:
         """Read one token of each row after others: the output [B, 1, hidden_size]; the states are changed in place."""
         q, k, v = self.project_heads(hidden_states, positions)
-        q = q.view(len(q), 1, k.shape[2], -1, self.head_dim)  # the queries of a group are like several tokens
+        q = q.view(
+            len(q), 1, k.shape[2], -1, self.head_dim
+        )  # the queries of a group are like several tokens
         if len(self.parts) == 1:
-            o = self._attend_step(*self.parts[0], states, known, q, k, v)
+            o = self._attend_step(*self.parts[0], states, uniform_length, q, k, v)
         else:
             o = self._in_order(
-                self._attend_step(is_near, heads, states, known, *(_heads(x, heads) for x in (q, k, v)))
+                self._attend_step(
+                    is_near, heads, states, uniform_length, *(_heads(x, heads) for x in (q, k, v))
+                )
                 for is_near, heads in self.parts
             )
         states["tokens_read"].add_(1)
         return self.o_proj(o.flatten(2))
 
-    def _attend_step(self, is_near: bool, heads: list[slice], states: States, known: int | None, q, k, v) -> Tensor:
-        past, always = self.window if is_near else self.full, None
+    def _attend_step(
+        self, is_near: bool, heads: list[slice], states: States, uniform_length: int | None, q, k, v
+    ) -> Tensor:
+        past = self.window if is_near else self.full
+        always = None
         if self.virtual_token is not None and not is_near:
             always = [_heads(x, heads) for x in self.virtual_token()]
-        keys, values, seen = past.step(states, k, v, known, always)
-        if self.sinks is not None and is_near:  # whose logits are added to the scores of the first key, which is theirs
+        keys, values, seen = past.step(states, k, v, uniform_length, always)
+        if (
+            self.sinks is not None and is_near
+        ):  # whose logits are added to the scores of the first key, which is theirs
             S, H = keys.shape[1:3]
             added = F.pad(self.sinks()[1].to(keys.dtype).view(1, H, -1, 1), (0, S - 1))
             seen = added if seen is None else added.masked_fill(~seen, -torch.inf)
-        k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        return F.scaled_dot_product_attention(q[:, 0], k, v, attn_mask=seen, scale=self.scaling)[:, None]
+        k = keys.transpose(1, 2)
+        v = values.transpose(1, 2)
+        return F.scaled_dot_product_attention(q[:, 0], k, v, attn_mask=seen, scale=self.scaling)[
+            :, None
+        ]
 
-    def attend(self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, States]:
+    def attend(
+        self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
+    ) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states of `mix`."""
         if self.full_heads and k.shape[2] < len(self.places):
             heads = self.config.full_attention_heads
-            raise ValueError(f"full_attention_heads must be None with tensor parallelism, got {heads}")
+            raise ValueError(
+                f"full_attention_heads must be None with tensor parallelism, got {heads}"
+            )
         tokens = context.tokens(hidden_states)
         rotated, k = self.rotate(q, k, context.positions)
         outputs: list[Tensor] = []
@@ -231,20 +268,27 @@ class WindowedMixer(MemoryMixer):
     @contextmanager
     def without_memory(self) -> Iterator[None]:
         """Read without slots and kept tokens, to see what they give."""
-        memory = self.far, self.retention
-        self.far = self.retention = None
+        memory = self.far, self.kv_eviction
+        self.far = self.kv_eviction = None
         try:
             yield
         finally:
-            self.far, self.retention = memory
+            self.far, self.kv_eviction = memory
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
         """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""
         if self.far is None:
             return
-        q, k, _ = (x.flatten(0, 1) for x in self._of(self.parts[0][1], *self.project_heads(hidden_states, None)))
-        back = Positions(*(wide(x.mean(1, keepdim=True)) for x in (distances.cos, -distances.sin)))
-        units = torch.eye(self.head_dim, dtype=back.cos.dtype, device=k.device)[None, :, None]  # unit vectors as keys
+        q, k, _ = (
+            x.flatten(0, 1)
+            for x in self._of(self.parts[0][1], *self.project_heads(hidden_states, None))
+        )
+        back = Positions(
+            *(upcast(x.mean(1, keepdim=True)) for x in (distances.cos, -distances.sin))
+        )
+        units = torch.eye(self.head_dim, dtype=back.cos.dtype, device=k.device)[
+            None, :, None
+        ]  # unit vectors as keys
         self.far.start_near(q, k, self.rotate(units, units, back)[0][0, :, 0])
 
     def start_sinks(self, hidden_states: Tensor, positions: Positions | None, first: int) -> None:
@@ -256,13 +300,17 @@ class WindowedMixer(MemoryMixer):
             return
         q, k, v = self._of(self.parts[0][1], *self.project_heads(hidden_states, None))
         q, k = self.rotate(q, k, positions)
-        W, tokens = self.config.sliding_window, all_tokens(q.shape[1], q)
+        W = self.config.sliding_window
+        tokens = all_tokens(q.shape[1], q)
         late = slice(min(W + first, q.shape[1] - 1), None)
-        near, firsts = Columns(tokens, k, v, causal & window(W)), Columns(tokens, k, v, everything).of(slice(first))
-        weights, logsumexp = self.scores.weights(Blocks.of(q[:, late], tokens.of(late), firsts, near))
+        near = Columns(tokens, k, v, causal & window(W))
+        firsts = Columns(tokens, k, v, everything).of(slice(first))
+        weights, logsumexp = self.scores.weights(
+            Blocks.of(q[:, late], tokens.of(late), firsts, near)
+        )
         mass = weights[..., :first]  # [B, H, groups, T, first]
         self.sinks.logits.copy_((logsumexp[..., 0] + mass.sum(-1).log()).mean((0, 3)).flatten())
-        values = torch.einsum("bhgts,bshd->hd", mass, wide(v[:, :first]))
+        values = torch.einsum("bhgts,bshd->hd", mass, upcast(v[:, :first]))
         self.sinks.values.copy_(values / mass.sum((0, 2, 3, 4))[:, None])
 
     def start_virtual_token(self, hidden_states: Tensor, position: Positions) -> None:
@@ -278,16 +326,23 @@ class WindowedMixer(MemoryMixer):
         if len(self.parts) == 1:
             return rows
         H = len(self.places)
-        return tuple(None if x is None else _heads(x.unflatten(2, (H, -1)), heads).flatten(2, 3) for x in rows)
+        return tuple(
+            None if x is None else _heads(x.unflatten(2, (H, -1)), heads).flatten(2, 3)
+            for x in rows
+        )
 
-    def _near(self, hidden_states, rows: tuple, tokens: Tokens, context: Context, virtual) -> tuple[Tensor, States]:
+    def _near(
+        self, hidden_states, rows: tuple, tokens: Tokens, context: Context, virtual
+    ) -> tuple[Tensor, States]:
         q, rotated, k, v = rows
-        if self.retention is not None:
+        if self.kv_eviction is not None:
             attended: Any
-            memory = self.retention._replace(backend=self.config.mixer_backend)
+            memory = self.kv_eviction._replace(backend=self.config.mixer_backend)
             attended, states = memory.attend(rotated, k, v, self.scores, context)
             if virtual is not None:
-                attended = joined_softmax(attended, self.scores.attend_with_mass(Blocks.of(rotated, tokens, virtual)))
+                attended = joined_softmax(
+                    attended, self.scores.attend_with_mass(Blocks.of(rotated, tokens, virtual))
+                )
             return self._with_sinks(attended)[0], states
         always = virtual and virtual[1:3]
         if self.sinks is not None:
@@ -306,13 +361,18 @@ class WindowedMixer(MemoryMixer):
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), past.states | waiting | memory
 
-    def _full(self, rows: tuple, tokens: Tokens, context: Context, virtual) -> tuple[Tensor, States]:
+    def _full(
+        self, rows: tuple, tokens: Tokens, context: Context, virtual
+    ) -> tuple[Tensor, States]:
         _, q, k, v = rows
         past = self.full.read(k, v, tokens, context, virtual and virtual[1:3])
         if past.is_step and virtual is None:
             return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
-        first, W = past.first if virtual is None else virtual, self.config.full_attention_window
-        o = full_attention(q, tokens, past.near, self.scores, first=first, window=W, is_whole=context.is_whole)
+        first = past.first if virtual is None else virtual
+        W = self.config.full_attention_window
+        o = full_attention(
+            q, tokens, past.near, self.scores, first=first, window=W, is_whole=context.is_whole
+        )
         return o, past.states
 
     def _virtual(self, heads: list[slice], rows: int) -> Columns | None:
@@ -320,7 +380,12 @@ class WindowedMixer(MemoryMixer):
         if self.virtual_token is None:
             return None
         keys, values = (_heads(x, heads).expand(rows, -1, -1, -1) for x in self.virtual_token())
-        return Columns(Tokens(torch.zeros(1, 1, dtype=torch.long, device=keys.device)), keys, values, everything)
+        return Columns(
+            Tokens(torch.zeros(1, 1, dtype=torch.long, device=keys.device)),
+            keys,
+            values,
+            everything,
+        )
 
     def _with_sinks(self, attended: Any) -> Attended:
         """Results [B, T, HQ, V] of a softmax over tokens, and its mass, with sinks if there are any."""
@@ -330,26 +395,37 @@ class WindowedMixer(MemoryMixer):
         values = values.repeat_interleave(self.num_key_value_groups, 2)
         return joined_softmax(attended, (values.to(o.dtype), logits.to(mass.dtype)))
 
-    def _leaving(self, gates: Tensor, past: Past, tokens: Tokens, context: Context) -> tuple[Leaving, States]:
+    def _leaving(
+        self, gates: Tensor, past: Past, tokens: Tokens, context: Context
+    ) -> tuple[Leaving, States]:
         """The tokens that leave the window when each token is read, and the states that determine their writes.
 
         Their slots are computed only then: stored for each token of the window, they would be as large as the memory.
         """
-        W, T, new = self.config.sliding_window, gates.shape[1], {"slot_gates": gates}
+        W = self.config.sliding_window
+        T = gates.shape[1]
+        new = {"slot_gates": gates}
         if turns := context.positions is not None and self.rotates:
             new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)
         (gates, *angles), states = self.window.extend(new, context)
         keys = past.keys[:, :T]
         if turns:
             keys = Positions.of_halves(angles[0][:, :T]).turn(keys)
-        is_written = tokens.position >= W + self.config.num_sink_tokens  # the first tokens stay visible
+        is_written = (
+            tokens.position >= W + self.config.num_sink_tokens
+        )  # the first tokens stay visible
         return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), states
 
 
-def _retention(config, layer_idx: int) -> Retention:
+def _kv_eviction(config, layer_idx: int) -> KVEviction:
     needs_mass = config.attention_sinks or config.virtual_token
-    sizes = config.sliding_window, config.num_sink_tokens, config.kept_tokens[layer_idx], config.kept_block_size
-    return Retention(*sizes, needs_mass=needs_mass)
+    sizes = (
+        config.sliding_window,
+        config.num_sink_tokens,
+        config.kept_tokens[layer_idx],
+        config.kept_block_size,
+    )
+    return KVEviction(*sizes, needs_mass=needs_mass)
 
 
 def _window(config, layer_idx: int, tokens: int, prefix: str = "") -> Ring:

@@ -14,7 +14,13 @@ from hf_memory.modeling import (
     transformer,
 )
 from hf_memory.modeling.gates import register_gate
-from hf_memory.modeling.registration import AUTO_CLASSES, IMPORTED, Family, name_the_import, register
+from hf_memory.modeling.registration import (
+    AUTO_CLASSES,
+    IMPORTED,
+    Family,
+    name_the_import,
+    register,
+)
 
 __all__ = ["AUTO_CLASSES", "FAMILIES", "Family", "register_gate"]
 

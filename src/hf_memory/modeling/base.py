@@ -42,7 +42,8 @@ from hf_memory.modeling.packing import (
     packed_positions,
 )
 from hf_memory.modeling.room import check_room
-from hf_memory.ops.contract import blank, soft_capped
+from hf_memory.ops.layout import blank
+from hf_memory.ops.soft_cap import soft_capped
 
 MASKS = {
     **dict.fromkeys(LAYER_TYPES, padding_mask),
@@ -68,11 +69,13 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: MemoryConfig, layer_idx: int):
         super().__init__()
-        self.norms, self.factor = config.norms(layer_idx), config.residual_multiplier
+        self.norms = config.norms(layer_idx)
+        self.factor = config.residual_multiplier
         self.is_local = bool(config.local_rope_layers and config.local_rope_layers[layer_idx])
         self.mixer = config.mixer_class(layer_idx)(config, layer_idx)
         kind = config.feed_forwards[layer_idx]
-        self.has_mlp, self.reads_values = kind != "none", kind in WITH_MEMORY
+        self.has_mlp = kind != "none"
+        self.reads_values = kind in WITH_MEMORY
         if self.has_mlp:
             self.mlp = FEED_FORWARDS[kind](config)
         for name in self.norms if self.has_mlp else self.norms[:2]:
@@ -92,7 +95,11 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
         return (hidden_states, *own_losses) if own_losses else hidden_states
 
     def mixed(
-        self, hidden_states: Tensor, cu_seqlens: Tensor | None = None, local_embeddings: Any = None, **kwargs
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor | None = None,
+        local_embeddings: Any = None,
+        **kwargs,
     ) -> tuple[Tensor, list[Tensor]]:
         """The output of the mixer with its norms and factor, without the residual, and its own loss, if it has one.
 
@@ -130,14 +137,23 @@ class MemoryPreTrainedModel(HubModel):
 
     config: MemoryConfig
     base_model_prefix = "model"
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "projection", "initial_weights", "span"]
+    _keep_in_fp32_modules_strict = [
+        "A_log",
+        "dt_bias",
+        "D",
+        "projection",
+        "initial_weights",
+        "span",
+    ]
     supports_gradient_checkpointing = True
     _no_split_modules = ["MemoryDecoderLayer"]
     _skip_keys_device_placement = [*NAMES]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
-    _supports_attention_backend = False  # an engine's own attention would leave memories without a past
+    _supports_attention_backend = (
+        False  # an engine's own attention would leave memories without a past
+    )
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": MemoryDecoderLayer, "attentions": AttentionMixer}
 
@@ -195,8 +211,12 @@ class MemoryModel(MemoryPreTrainedModel):
         super().__init__(config)
         check_room(config, *self._parts(config))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
-        self.memory_values: Any = MemoryValues(config) if set(WITH_MEMORY) & set(config.feed_forwards) else None
+        self.layers = nn.ModuleList(
+            self.layer_class(config, i) for i in range(config.num_hidden_layers)
+        )
+        self.memory_values: Any = (
+            MemoryValues(config) if set(WITH_MEMORY) & set(config.feed_forwards) else None
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         if config.local_rope_layers:
@@ -258,12 +278,19 @@ class MemoryModel(MemoryPreTrainedModel):
         check_mask_length(inputs_embeds, attention_mask, cache)
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
             where = attention_mask, position_ids, cache
-            output, cache, losses = read_in_chunks(self, inputs_embeds, chunk_length, *where, **kwargs)
+            output, cache, losses = read_in_chunks(
+                self, inputs_embeds, chunk_length, *where, **kwargs
+            )
             own = _own(losses, is_token(attention_mask, inputs_embeds.shape[1]))
             return MemoryModelOutput(output, cache if use_cache else None, **own)
-        attention_mask, cu_seqlens = self._for_all_layers(attention_mask), None
-        if self.has_memory or not isinstance(attention_mask, dict):  # which would separate packed sequences already
-            cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, cache, kwargs)
+        attention_mask = self._for_all_layers(attention_mask)
+        cu_seqlens = None
+        if self.has_memory or not isinstance(
+            attention_mask, dict
+        ):  # which would separate packed sequences already
+            cu_seqlens = packed_boundaries(
+                inputs_embeds, attention_mask, position_ids, cache, kwargs
+            )
         kwargs = {name: x for name, x in kwargs.items() if name not in PACKING}
         places = None  # of tokens in their packed sequences
         if cu_seqlens is not None:
@@ -276,7 +303,9 @@ class MemoryModel(MemoryPreTrainedModel):
         if position_ids is None:
             position_ids = default_positions(inputs_embeds, attention_mask, cache)
         if isinstance(attention_mask, Tensor):
-            inputs_embeds = blank(inputs_embeds, attention_mask[:, -inputs_embeds.shape[1] :].bool())
+            inputs_embeds = blank(
+                inputs_embeds, attention_mask[:, -inputs_embeds.shape[1] :].bool()
+            )
         own_losses: list[Tensor] = []  # [B, T] each, of parts
         scale = self.config.embedding_multiplier
         hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
@@ -285,7 +314,9 @@ class MemoryModel(MemoryPreTrainedModel):
             self._masks_of_layers(inputs_embeds, attention_mask, cache, places),
             **self.angles(hidden_states, position_ids),
             position_ids=position_ids,
-            **{CACHE: cache},  # by the name that transformers knows, whose activation checkpointing takes it away
+            **{
+                CACHE: cache
+            },  # by the name that transformers knows, whose activation checkpointing takes it away
             cu_seqlens=cu_seqlens,
             read_values=self._read_values,
             own_losses=own_losses,
@@ -298,7 +329,9 @@ class MemoryModel(MemoryPreTrainedModel):
             **_own(of_tokens, is_token(attention_mask, inputs_embeds.shape[1])),
         )
 
-    def angles(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def angles(
+        self, hidden_states: Tensor, position_ids: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """What layers need to rotate queries and keys, as arguments of theirs."""
         found = {"position_embeddings": self.rotary_emb(hidden_states, position_ids)}
         if self.config.local_rope_layers:
@@ -309,10 +342,14 @@ class MemoryModel(MemoryPreTrainedModel):
         """The cache that a forward with `use_cache` creates if none is given."""
         return DynamicCache(config=self.config)
 
-    def run_layers(self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs) -> Tensor:
+    def run_layers(
+        self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs
+    ) -> Tensor:
         """Run each layer with its mask on [B, T, hidden_size]; the list `own_losses` gets those of parts, [B, T]."""
         for layer, mask in zip(self.layers, masks):
-            hidden_states = run_layer(layer, hidden_states, own_losses, attention_mask=mask, **kwargs)
+            hidden_states = run_layer(
+                layer, hidden_states, own_losses, attention_mask=mask, **kwargs
+            )
         return hidden_states
 
     def _read_values(self, slots: Tensor, weights: Tensor) -> Tensor:
@@ -324,7 +361,9 @@ class MemoryModel(MemoryPreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         given = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if 0 in given.shape:
-            raise ValueError(f"input_ids must have at least one row and one token, got shape {tuple(given.shape[:2])}")
+            raise ValueError(
+                f"input_ids must have at least one row and one token, got shape {tuple(given.shape[:2])}"
+            )
         return given
 
     def _for_all_layers(self, attention_mask: Tensor | dict | None) -> Tensor | dict | None:
@@ -348,7 +387,13 @@ class MemoryModel(MemoryPreTrainedModel):
             attention_mask = self.masks(inputs_embeds, attention_mask, cache, places)
         return [attention_mask[kind] for kind in self._running_types]
 
-    def masks(self, inputs_embeds: Tensor, attention_mask: Tensor | None, cache, places: Tensor | None = None) -> dict:
+    def masks(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        cache,
+        places: Tensor | None = None,
+    ) -> dict:
         """The mask for each layer type, as long as the cache of the first layer of this type says.
 
         Args:
@@ -429,15 +474,21 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         )
         if loss_from is not None:
             loss = loss_from(self, outputs.last_hidden_state)
-            return CausalLMOutputWithPast(loss=loss if outputs.own_loss is None else loss + outputs.own_loss)
+            return CausalLMOutputWithPast(
+                loss=loss if outputs.own_loss is None else loss + outputs.own_loss
+            )
         logits = self.predict(kept_positions(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
             if outputs.own_losses is not None:
                 own_losses = kept_positions(outputs.own_losses[..., None], logits_to_keep)
                 loss = loss + mean_of_targets(own_losses.squeeze(-1), labels, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, cache_of(outputs), outputs.hidden_states, outputs.attentions)
+        return CausalLMOutputWithPast(
+            loss, logits, cache_of(outputs), outputs.hidden_states, outputs.attentions
+        )
 
     generate = takes_cache(GenerationMixin.generate, CACHE)
 
@@ -459,10 +510,22 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
                 f"input_ids must be all tokens of the text, those that the cache has read too, got {given} tokens for "
                 f"a cache that has read {read}; new tokens alone need attention_mask=torch.ones(batch, {read + given})"
             )
-        inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length, **named_cache(kwargs, CACHE))
-        mask, cache = inputs.get("attention_mask"), inputs.get(CACHE)
-        if isinstance(mask, Tensor) and mask.ndim == 2 and cache is not None and cache.is_compileable:
-            tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length, **named_cache(kwargs, CACHE)
+        )
+        mask = inputs.get("attention_mask")
+        cache = inputs.get(CACHE)
+        if (
+            isinstance(mask, Tensor)
+            and mask.ndim == 2
+            and cache is not None
+            and cache.is_compileable
+        ):
+            tokens = (
+                inputs["input_ids"]
+                if inputs.get("inputs_embeds") is None
+                else inputs["inputs_embeds"]
+            )
             rows = torch.empty((*tokens.shape[:2], 0), dtype=self.dtype, device=mask.device)
             inputs["attention_mask"] = self.base_model.masks(rows, mask, cache)
         return inputs
@@ -477,7 +540,9 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         return soft_capped(self.lm_head(hidden_states), self.config.final_logit_softcapping)
 
 
-def run_layer(layer: nn.Module, hidden_states: Tensor, own_losses: list[Tensor], **kwargs) -> Tensor:
+def run_layer(
+    layer: nn.Module, hidden_states: Tensor, own_losses: list[Tensor], **kwargs
+) -> Tensor:
     """Run a layer on [B, T, hidden_size]; if it also returns a loss of its own, [B, T], this joins the list."""
     output = layer(hidden_states, **kwargs)
     if isinstance(output, Tensor):
@@ -507,7 +572,9 @@ def mean_of_targets(
         ignore_index: what stands where there is no label.
         **kwargs: arguments of the model's loss that have no effect here.
     """
-    targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
+    targets = (
+        F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
+    )
     predicts = targets.to(values.device).view_as(values) != ignore_index
     count = predicts.sum() if num_items_in_batch is None else num_items_in_batch
     if isinstance(count, Tensor):
@@ -518,8 +585,14 @@ def mean_of_targets(
 def is_token(attention_mask: Tensor | dict | None, T: int) -> Tensor | None:
     """[B, T], whether each of the last T tokens is not padding; None if all are."""
     if isinstance(attention_mask, dict):
-        attention_mask = next((attention_mask[kind] for kind in LAYER_TYPES if kind in attention_mask), None)
-    return None if attention_mask is None or attention_mask.ndim != 2 else attention_mask[:, -T:].bool()
+        attention_mask = next(
+            (attention_mask[kind] for kind in LAYER_TYPES if kind in attention_mask), None
+        )
+    return (
+        None
+        if attention_mask is None or attention_mask.ndim != 2
+        else attention_mask[:, -T:].bool()
+    )
 
 
 def _own(losses: Tensor | None, mask: Tensor | None) -> dict[str, Tensor]:

@@ -52,7 +52,9 @@ def make_card(model: PreTrainedModel) -> ModelCard:
         kinds=", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)),
         width=config.hidden_size,
         vocabulary=config.vocab_size,
-        caches=", ".join(f"{_cache_bytes(model, n) / 1e6:,.2f} MB after {n:,} tokens" for n in CONTEXTS),
+        caches=", ".join(
+            f"{_cache_bytes(model, n) / 1e6:,.2f} MB after {n:,} tokens" for n in CONTEXTS
+        ),
         auto=auto,
         install=INSTALL,
     )

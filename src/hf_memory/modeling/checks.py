@@ -12,7 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_memory.files.names import nearest
 
 LARGEST = 2**31 - 1  # positions are int32 in kernels
-TINY, HUGE = 1e-30, 1e30  # for factors, of which float32 is to hold products
+TINY = 1e-30
+HUGE = 1e30  # for factors, of which float32 is to hold products
 DEFAULT_RANGES = {int: (1, LARGEST), float: (TINY, HUGE)}
 RANGES = {  # of fields for which these are not right
     "num_hidden_layers": (1, 10_000),  # configs have lists with an entry for each
@@ -24,7 +25,10 @@ RANGES = {  # of fields for which these are not right
     "rope": (TINY, HUGE),  # numbers of the parameters of RoPE
     "partial_rotary_factor": (TINY, 1),
     "attention_dropout": (0, 1),
-    "sliding_window": (2, LARGEST),  # caches of transformers keep one token less, and all of them instead of none
+    "sliding_window": (
+        2,
+        LARGEST,
+    ),  # caches of transformers keep one token less, and all of them instead of none
     "num_sink_tokens": (0, LARGEST),
     "num_kept_tokens": (0, LARGEST),
     "num_persistent_tokens": (0, LARGEST),
@@ -125,7 +129,9 @@ def check_word(name: str, word: str, words: tuple[str, ...]) -> None:
 
 def check_gate(gate: str, gates: tuple[str, ...]) -> None:
     """Raise ValueError unless a gate is one of the family's, which users can add to."""
-    wanted = f"one of {', '.join(map(repr, gates))}, or another after hf_memory.modeling.register_gate"
+    wanted = (
+        f"one of {', '.join(map(repr, gates))}, or another after hf_memory.modeling.register_gate"
+    )
     check(gate in gates, "gate", wanted, gate)
 
 
@@ -140,7 +146,10 @@ def warn_unknown(config_class: type, names: Iterable[str]) -> None:
         if name.startswith("_") or name in known or hasattr(config_class, name):
             continue
         meant = f"; did you mean {ELSEWHERE[name]}?" if name in ELSEWHERE else nearest(name, own)
-        warnings.warn(f"{config_class.__name__} has no option {name}, which has no effect{meant}", stacklevel=5)
+        warnings.warn(
+            f"{config_class.__name__} has no option {name}, which has no effect{meant}",
+            stacklevel=5,
+        )
 
 
 def check_numbers(values: dict[str, Any]) -> None:
@@ -175,16 +184,26 @@ def check_rope(name: str, rope: Any, channels: int) -> None:
     for part in ROPE_LISTS:
         if (values := rope.get(part)) is not None:
             is_right = isinstance(values, list) and len(values) == pairs
-            is_right = is_right and all(type(x) in DEFAULT_RANGES and least <= x <= most for x in values)
-            check(is_right, f"{part} of {name}", f"a list of {pairs} numbers from {least} to {most}", values)
+            is_right = is_right and all(
+                type(x) in DEFAULT_RANGES and least <= x <= most for x in values
+            )
+            check(
+                is_right,
+                f"{part} of {name}",
+                f"a list of {pairs} numbers from {least} to {most}",
+                values,
+            )
     if kind == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
         check(high > low, f"high_freq_factor of {name}", f"above low_freq_factor={low}", high)
 
 
 def check_each(config, name: str, given: list, words: tuple[str, ...] = ()) -> None:
     """Raise ValueError unless a field has an entry for each layer of a config, one of `words` if there are any."""
-    expected = f"a list with one for each of the num_hidden_layers={config.num_hidden_layers} layers"
+    expected = (
+        f"a list with one for each of the num_hidden_layers={config.num_hidden_layers} layers"
+    )
     check(len(given) == config.num_hidden_layers, name, expected, given)
     for word in given if words else ():
         check_word(name, word, words)

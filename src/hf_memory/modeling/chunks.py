@@ -39,17 +39,27 @@ def read_in_chunks(
         ValueError: if the model or the rows cannot be divided.
     """
     if given is not None:
-        raise ValueError("chunk_length must be None with a cache, since the chunks have one of their own")
-    check_divisible(model, inputs_embeds, attention_mask, position_ids, kwargs, "chunk_length must be None")
+        raise ValueError(
+            "chunk_length must be None with a cache, since the chunks have one of their own"
+        )
+    check_divisible(
+        model, inputs_embeds, attention_mask, position_ids, kwargs, "chunk_length must be None"
+    )
 
     def read(x: Tensor, start: int, cache: Cache) -> tuple[Tensor, Tensor | None, Cache]:
-        here, cache = slice(start, start + x.shape[1]), branch(cache)
+        here = slice(start, start + x.shape[1])
+        cache = branch(cache)
         mask = None if attention_mask is None else attention_mask[:, : here.stop]
         positions = None if position_ids is None else position_ids[:, here]
-        out = model(inputs_embeds=x, attention_mask=mask, position_ids=positions, cache=cache, **kwargs)
+        out = model(
+            inputs_embeds=x, attention_mask=mask, position_ids=positions, cache=cache, **kwargs
+        )
         return out.last_hidden_state, out.own_losses, cache
 
-    T, cache, outputs, losses = inputs_embeds.shape[1], DynamicCache(config=model.config), [], []
+    T = inputs_embeds.shape[1]
+    cache = DynamicCache(config=model.config)
+    outputs = []
+    losses = []
     for start, x in zip(range(0, T, chunk_length), inputs_embeds.split(chunk_length, 1)):
         if torch.is_grad_enabled():
             output, own_losses, cache = checkpoint(read, x, start, cache, use_reentrant=False)
@@ -68,7 +78,9 @@ def check_divisible(
     if torch.is_grad_enabled():
         check_passes_gradients(model, otherwise)
     if model.training and any(layer.gradient_checkpointing for layer in model.layers):
-        raise ValueError(f"{otherwise} with activation_checkpointing, which computes layers again without a cache")
+        raise ValueError(
+            f"{otherwise} with activation_checkpointing, which computes layers again without a cache"
+        )
     if packed_boundaries(rows, attention_mask, position_ids, None, kwargs) is not None:
         raise ValueError(f"{otherwise} with packed sequences, which a cache does not separate")
     if not (attention_mask is None or isinstance(attention_mask, Tensor)):
@@ -77,7 +89,9 @@ def check_divisible(
 
 def check_passes_gradients(model, otherwise: str) -> None:
     """Raise ValueError, which begins with `otherwise`, unless parts of a row give the gradients of the whole row."""
-    if stops := {type(layer.mixer).__name__ for layer in model.layers if not layer.mixer.passes_gradients}:
+    if stops := {
+        type(layer.mixer).__name__ for layer in model.layers if not layer.mixer.passes_gradients
+    }:
         raise ValueError(
             f"{otherwise} with {', '.join(sorted(stops))}: keys before a segment get gradients of their own, "
             "which do not flow through states"

@@ -15,11 +15,18 @@ from hf_memory.cache import Spec, flat
 from hf_memory.cache_argument import NAMES
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
-from hf_memory.modeling.checks import check, check_each, check_numbers, check_rope, check_word, warn_unknown
+from hf_memory.modeling.checks import (
+    check,
+    check_each,
+    check_numbers,
+    check_rope,
+    check_word,
+    warn_unknown,
+)
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.modeling.options import AttentionWindow, Experts, ProductKeys, TeacherShape
 from hf_memory.modeling.registration import KnownToPeft
-from hf_memory.ops.contract import BACKENDS
+from hf_memory.ops.dispatch import BACKENDS
 
 
 def of_mixers(**names: tuple[str, ...]) -> dict[str, str]:
@@ -33,7 +40,9 @@ def of_feed_forwards(plan: dict[str, str]) -> dict[str, str]:
 
 
 @strict
-class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfigMixin, HubClassMixin, KnownToPeft):
+class MemoryConfig(
+    TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfigMixin, HubClassMixin, KnownToPeft
+):
     """Options that all families share. Those that Llama has too have Llama's names and meanings.
 
     Args:
@@ -68,8 +77,12 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
             replicated_with_grad_allreduce=("q_norm", "k_norm"),
             local_params=("far.k_slots", "far.q_slots", "far.decay", "sinks", "virtual_token"),
         ),
-        **of_mixers(colwise=("sinks.logits", "sinks.values", "virtual_token.keys", "virtual_token.values")),
-        **of_mixers(colwise=tuple(f"far.{x}_slots.{name}" for x in "kq" for name in ("weight", "bias"))),
+        **of_mixers(
+            colwise=("sinks.logits", "sinks.values", "virtual_token.keys", "virtual_token.values")
+        ),
+        **of_mixers(
+            colwise=tuple(f"far.{x}_slots.{name}" for x in "kq" for name in ("weight", "bias"))
+        ),
         **of_feed_forwards(Qwen3MoeConfig.base_model_tp_plan),
     }
     base_model_ep_plan = of_feed_forwards(Qwen3MoeConfig.base_model_ep_plan)
@@ -118,7 +131,9 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
         if name in self.__dataclass_fields__ and "_derived" in self.__dict__:
             before = self.__dict__.pop("_derived")
             check_numbers(self.numbers)
-            self.__dict__["_derived"] = self._derive({key: x for key, x in before.items() if key != name})
+            self.__dict__["_derived"] = self._derive(
+                {key: x for key, x in before.items() if key != name}
+            )
 
     def _derive(self, before: dict[str, Any]) -> dict[str, Any]:
         """Set the fields that are not given, and return their values.
@@ -131,7 +146,11 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
                 self.__dict__[name] = None
         missing = [name for name in self.__dataclass_fields__ if self.__dict__.get(name) is None]
         self.set_defaults()
-        return {name: copy.deepcopy(self.__dict__[name]) for name in missing if self.__dict__.get(name) is not None}
+        return {
+            name: copy.deepcopy(self.__dict__[name])
+            for name in missing
+            if self.__dict__.get(name) is not None
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The config as a dict."""
@@ -150,7 +169,10 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
     def fill_local_rope(self) -> None:
         """Give `local_rope_parameters` the defaults that transformers gives `rope_parameters`."""
         if isinstance(self.local_rope_parameters, dict):
-            usual = {"rope_type": self.local_rope_parameters.get("type", "default"), "rope_theta": self.default_theta}
+            usual = {
+                "rope_type": self.local_rope_parameters.get("type", "default"),
+                "rope_theta": self.default_theta,
+            }
             self.local_rope_parameters = usual | self.local_rope_parameters
 
     def fill(self, **values) -> None:
@@ -162,7 +184,9 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
     @property
     def numbers(self) -> dict[str, Any]:
         """The fields that are not in configs of transformers, and are no tokens."""
-        names = {field.name for field in fields(self)} - PreTrainedConfig.__dataclass_fields__.keys()
+        names = {
+            field.name for field in fields(self)
+        } - PreTrainedConfig.__dataclass_fields__.keys()
         return {name: getattr(self, name) for name in names if not name.endswith("_token_id")}
 
     @property
@@ -201,9 +225,13 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
             return 0
         return self.rotary_dim
 
-    def attends(self, layer_idx: int, length: int) -> int | None:
+    def exact_up_to(self, layer_idx: int, length: int) -> int | None:
         """How many tokens a token sees in a text of `length`, if the layer starts as softmax attention; else None."""
-        if self.mixer_class(layer_idx) is not WindowedMixer or self.attention_sinks or self.virtual_token:
+        if (
+            self.mixer_class(layer_idx) is not WindowedMixer
+            or self.attention_sinks
+            or self.virtual_token
+        ):
             return None
         return length if length <= self.sliding_window + self.num_sink_tokens else None
 
@@ -214,7 +242,9 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
     @property
     def state_specs(self) -> list[Spec]:
         """The states that each layer keeps for a sequence, by name."""
-        return [flat(self.mixer_class(i).state_spec(self, i)) for i in range(self.num_hidden_layers)]
+        return [
+            flat(self.mixer_class(i).state_spec(self, i)) for i in range(self.num_hidden_layers)
+        ]
 
     def validate_architecture(self):
         """Check that sizes and options fit together."""
@@ -222,12 +252,34 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
         check_word("mixer_backend", self.mixer_backend, BACKENDS)
         check_word("hidden_act", self.hidden_act, tuple(ACT2FN))
         check_each(self, "layer_types", self.layer_types, tuple(self.mixers))
-        heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
-        check(heads % groups == 0, "num_attention_heads", f"a multiple of num_key_value_heads={groups}", heads)
+        heads = self.num_attention_heads
+        groups = self.num_key_value_heads
+        width = self.hidden_size
+        check(
+            heads % groups == 0,
+            "num_attention_heads",
+            f"a multiple of num_key_value_heads={groups}",
+            heads,
+        )
         is_divided = self.head_dim * heads == width or width % heads == 0
-        check(is_divided, "hidden_size", f"a multiple of num_attention_heads={heads} unless head_dim is set", width)
-        check(self.head_dim % 2 == 0, "head_dim", "even, since positions rotate pairs of channels", self.head_dim)
+        check(
+            is_divided,
+            "hidden_size",
+            f"a multiple of num_attention_heads={heads} unless head_dim is set",
+            width,
+        )
+        check(
+            self.head_dim % 2 == 0,
+            "head_dim",
+            "even, since positions rotate pairs of channels",
+            self.head_dim,
+        )
         pad = self.pad_token_id
-        check(pad is None or pad < self.vocab_size, "pad_token_id", f"below vocab_size={self.vocab_size}", pad)
+        check(
+            pad is None or pad < self.vocab_size,
+            "pad_token_id",
+            f"below vocab_size={self.vocab_size}",
+            pad,
+        )
         check_rope("rope_parameters", self.rope_parameters, self.head_dim)
         super().validate_architecture()

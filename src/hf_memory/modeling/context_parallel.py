@@ -44,18 +44,30 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[None]:
         hook.remove()
 
 
-def _own_part(model: nn.Module, args: tuple, given: dict[str, Any], link: "Link") -> tuple[tuple, dict[str, Any]]:
+def _own_part(
+    model: nn.Module, args: tuple, given: dict[str, Any], link: "Link"
+) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a model for this process's part of the tokens."""
     given = dict(zip(("input_ids",), args, strict=True)) | named_cache(given)
     rows = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    T, mask, positions = rows.shape[1], given.get("attention_mask"), given.get("position_ids")
-    check_divisible(model.base_model, rows, mask, positions, given, "context_parallel must not be used")
+    T = rows.shape[1]
+    mask = given.get("attention_mask")
+    positions = given.get("position_ids")
+    check_divisible(
+        model.base_model, rows, mask, positions, given, "context_parallel must not be used"
+    )
     if given.get("cache") is not None:
-        raise ValueError("context_parallel must not be used with a cache, since each process has its own")
+        raise ValueError(
+            "context_parallel must not be used with a cache, since each process has its own"
+        )
     if link.size > T:
         raise ValueError(f"rows must have a token for each of the {link.size} processes, got {T}")
     here = slice(link.rank * T // link.size, (link.rank + 1) * T // link.size)
-    given |= {name: given[name][:, here] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
+    given |= {
+        name: given[name][:, here]
+        for name in ("input_ids", "inputs_embeds")
+        if given.get(name) is not None
+    }
     given |= {"cache": _cache(model.config, link, here.start)}
     if mask is not None:
         given["attention_mask"] = mask[:, : here.stop]
@@ -75,7 +87,9 @@ class Link:
     """What connects a process to those before and after it in a group."""
 
     def __init__(self, group: Any = None):
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def receive(self, device: torch.device) -> States:
         """The states that the process before has sent; the first process has none."""
@@ -84,10 +98,14 @@ class Link:
         header: list[Any] = [None]
         dist.recv_object_list(header, group=self.group, group_src=self.rank - 1)
         learns = torch.is_grad_enabled() and any(x[-1] for x in header[0])
-        states = _Receive.apply(self, header[0], torch.zeros((), device=device, requires_grad=learns))
+        states = _Receive.apply(
+            self, header[0], torch.zeros((), device=device, requires_grad=learns)
+        )
         return {name: x for (name, *_), x in zip(header[0], states)}
 
-    def send(self, passed: tuple[Tensor, ...], received: States, states: States) -> tuple[Tensor, ...]:
+    def send(
+        self, passed: tuple[Tensor, ...], received: States, states: States
+    ) -> tuple[Tensor, ...]:
         """Send states to the process after this one; the last process keeps them.
 
         Args:
@@ -110,7 +128,9 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, link, header, anchor):
-        states, ctx.link, ctx.learns = [], link, [x[-1] for x in header]
+        states = []
+        ctx.link = link
+        ctx.learns = [x[-1] for x in header]
         for _, shape, dtype, _ in header:
             states.append(torch.empty(shape, dtype=dtype, device=anchor.device))
             dist.recv(states[-1], group=link.group, group_src=link.rank - 1)
@@ -130,10 +150,12 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, link, num_passed, num_received, *tensors):
-        passed, sent = tensors[:num_passed], tensors[num_passed + num_received :]
+        passed = tensors[:num_passed]
+        sent = tensors[num_passed + num_received :]
         for x in sent:
             dist.send(x.contiguous(), group=link.group, group_dst=link.rank + 1)
-        ctx.link, ctx.num_received = link, num_received
+        ctx.link = link
+        ctx.num_received = num_received
         ctx.like = [(x.shape, x.dtype, x.device) for x in sent]
         return tuple(x.view_as(x) for x in passed)
 
@@ -153,7 +175,8 @@ class _Memory(MemoryLayer):
 
     def __init__(self, link: Link, before: int):
         super().__init__()
-        self.link, self.tokens_read = link, before
+        self.link = link
+        self.tokens_read = before
 
     def advance(self, inputs: Inputs, mix: Mix, spec: Spec) -> Tensor:
         """See `MemoryLayer.advance`; states come and go when this process reads its first tokens."""
@@ -170,13 +193,16 @@ class _Keys(DynamicLayer):
 
     def __init__(self, link: Link, before: int, *args):
         super().__init__(*args)
-        self.link, self.before = link, before
+        self.link = link
+        self.before = before
 
     def get_seq_length(self) -> int:
         """Number of tokens seen so far, or that come before."""
         return super().get_seq_length() if self.is_initialized else self.before
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """See `DynamicLayer.update`; keys and values come and go when this process reads its first tokens."""
         if self.is_initialized:
             return super().update(key_states, value_states, *args, **kwargs)

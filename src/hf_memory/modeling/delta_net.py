@@ -4,12 +4,25 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from hf_memory.mixers.delta_net import MIXERS, DeltaProductMixer
+from hf_memory.mixers.delta_net import DeltaNetMixer
 from hf_memory.mixers.far_memory import DeltaSlots
+from hf_memory.mixers.variants.delta_rules import (
+    CombaMixer,
+    DeltaProductMixer,
+    GatedDeltaNet2Mixer,
+    PreconditionedMixer,
+)
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_gate
 from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
+
+MIXERS = {
+    **dict.fromkeys(("none", "scalar", "vector"), DeltaNetMixer),
+    "gdn2": GatedDeltaNet2Mixer,
+    "comba": CombaMixer,
+    **dict.fromkeys(("preconditioned", "preconditioned_vector"), PreconditionedMixer),
+}
 
 
 @strict
@@ -51,9 +64,12 @@ class DeltaNetConfig(Levels, MemoryHeadsConfig):
         head_dim: Any = self.head_dim
         self.fill(
             linear_key_head_dim=head_dim,
-            linear_value_head_dim=head_dim * (2 if self.gate in ("scalar", "comba", "preconditioned") else 1),
+            linear_value_head_dim=head_dim
+            * (2 if self.gate in ("scalar", "comba", "preconditioned") else 1),
             linear_conv_kernel_dim=4,
-            output_gate={"none": "none", "scalar": "silu", "preconditioned": "silu"}.get(self.gate, "sigmoid"),
+            output_gate={"none": "none", "scalar": "silu", "preconditioned": "silu"}.get(
+                self.gate, "sigmoid"
+            ),
         )
 
     def validate_architecture(self):

@@ -41,11 +41,15 @@ class DeltaFormerConfig(MemoryConfig):
     beta_activation: str = "sigmoid"
     write_rope: bool = True
 
-    def attends(self, layer_idx: int, length: int) -> int | None:
-        """See `MemoryConfig.attends`: it starts as attention if beta starts at zero and the read kernel is softmax."""
-        is_closed = self.beta_activation != "sigmoid" and self.beta_mode == "erase" and self.read_kernel == "softmax"
+    def exact_up_to(self, layer_idx: int, length: int) -> int | None:
+        """See `MemoryConfig.exact_up_to`: attention if beta starts at zero and the read kernel is softmax."""
+        is_closed = (
+            self.beta_activation != "sigmoid"
+            and self.beta_mode == "erase"
+            and self.read_kernel == "softmax"
+        )
         if not is_closed:
-            return super().attends(layer_idx, length)
+            return super().exact_up_to(layer_idx, length)
         return min(length, window_of(self, layer_idx) or length)
 
     def validate_architecture(self):

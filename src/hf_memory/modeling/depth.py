@@ -13,7 +13,7 @@ from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
 from hf_memory.cache_argument import CACHE
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.transformer.relations import Sinusoidal
 from hf_memory.modeling.base import MemoryDecoderLayer, run_layer
 
@@ -30,7 +30,9 @@ class Universal(nn.Module):
         super().__init__()
         self.steps = Sinusoidal(config)
 
-    def forward(self, layer: MemoryDecoderLayer, hidden_states: Tensor, masks: list, positions, **kwargs) -> Tensor:
+    def forward(
+        self, layer: MemoryDecoderLayer, hidden_states: Tensor, masks: list, positions, **kwargs
+    ) -> Tensor:
         """Run the layer once for each mask: [B, T, hidden_size] -> [B, T, hidden_size]."""
         for t, mask in enumerate(masks):
             hidden_states = self.step(t, layer, hidden_states, mask, positions, **kwargs)
@@ -62,27 +64,32 @@ class AdaptiveUniversal(Universal):
 
     def __init__(self, config):
         super().__init__(config)
-        self.epsilon, self.weight = config.halting_epsilon, config.ponder_loss_weight
+        self.epsilon = config.halting_epsilon
+        self.weight = config.ponder_loss_weight
         self.halt = nn.Linear(config.hidden_size, 1)
 
     def init_own_parameters(self) -> None:
         """Set the bias so that most tokens halt after at most two steps at first."""
         init.ones_(self.halt.bias)
 
-    def forward(self, layer: MemoryDecoderLayer, hidden_states: Tensor, masks: list, positions, **kwargs) -> Tensor:
+    def forward(
+        self, layer: MemoryDecoderLayer, hidden_states: Tensor, masks: list, positions, **kwargs
+    ) -> Tensor:
         """Run the layer at most once for each mask: [B, T, hidden_size] -> [B, T, hidden_size]."""
-        spent = torch.zeros_like(wide(hidden_states[..., 0]))  # p_1 + ... so far
-        cost, output = torch.zeros_like(spent), torch.zeros_like(hidden_states)
+        spent = torch.zeros_like(upcast(hidden_states[..., 0]))  # p_1 + ... so far
+        cost = torch.zeros_like(spent)
+        output = torch.zeros_like(hidden_states)
         running = torch.ones_like(spent, dtype=torch.bool)
         for t, mask in enumerate(masks):
             made = self.step(t, layer, hidden_states, mask, positions, **kwargs)
             hidden_states = torch.where(running[..., None], made, hidden_states)
-            p = wide(self.halt(hidden_states)[..., 0]).sigmoid()
+            p = upcast(self.halt(hidden_states)[..., 0]).sigmoid()
             ends = running & ((spent + p >= 1 - self.epsilon) | (t == len(masks) - 1))
             cost = cost + running + torch.where(ends, 1 - spent, 0.0)
             weight = torch.where(ends, 1 - spent, p) * running
             output = output + weight[..., None].to(output.dtype) * hidden_states
-            spent, running = spent + weight, running & ~ends
+            spent = spent + weight
+            running = running & ~ends
             if kwargs.get(CACHE) is None and not is_tracing(running) and not running.any():
                 break  # with a cache, all steps must write to it
         kwargs["own_losses"].append(self.weight * cost)
@@ -131,7 +138,9 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """A context in which these are as they were; afterwards they are as they were before it."""
         with ExitStack() as contexts:
-            contexts.enter_context(torch.random.fork_rng(self.devices, device_type=self.device_type))
+            contexts.enter_context(
+                torch.random.fork_rng(self.devices, device_type=self.device_type)
+            )
             torch.set_rng_state(self.state_of_cpu)
             set_device_states(self.devices, self.states_of_devices, device_type=self.device_type)
             for autocast in self.autocasts:
@@ -180,7 +189,9 @@ class _Reversible(torch.autograd.Function):
             ctx.surroundings.append(surroundings)
         mean, *halves = states
         ctx.save_for_backward(*halves)
-        ctx.layers, ctx.masks, ctx.kwargs = layers, masks, kwargs
+        ctx.layers = layers
+        ctx.masks = masks
+        ctx.kwargs = kwargs
         return mean
 
     @staticmethod
@@ -189,30 +200,44 @@ class _Reversible(torch.autograd.Function):
         (y1, y2), d1 = ctx.saved_tensors, gradient / 2
         d2 = d1
         of_parameters: list[Tensor | None] = []
-        read_values, kwargs = ctx.kwargs["read_values"], {x: y for x, y in ctx.kwargs.items() if x != "read_values"}
-        for layer, mask, surroundings in reversed(list(zip(ctx.layers, ctx.masks, ctx.surroundings))):
+        read_values = ctx.kwargs["read_values"]
+        kwargs = {x: y for x, y in ctx.kwargs.items() if x != "read_values"}
+        for layer, mask, surroundings in reversed(
+            list(zip(ctx.layers, ctx.masks, ctx.surroundings))
+        ):
             of_mixer, of_mlp = surroundings
-            learns, by_mlp = _learns(layer), []
+            learns = _learns(layer)
+            by_mlp = []
             if layer.has_mlp:
                 feed = partial(layer.fed, read_values=read_values)
                 fed, more, by_mlp = _differentiate(feed, y1, d2, learns, of_mlp)
-                y2, d1 = y2 - fed, d1 + more
+                y2 = y2 - fed
+                d1 = d1 + more
             mix = partial(layer.mixed, attention_mask=mask, **kwargs)
             mixed, more, by_mixer = _differentiate(lambda x: mix(x)[0], y2, d1, learns, of_mixer)  # noqa: B023
-            y1, d2 = y1 - mixed, d2 + more
+            y1 = y1 - mixed
+            d2 = d2 + more
             by_mlp = by_mlp or [None] * len(learns)
-            of_parameters = [x if y is None else y for x, y in zip(by_mlp, by_mixer)] + of_parameters
+            of_parameters = [
+                x if y is None else y for x, y in zip(by_mlp, by_mixer)
+            ] + of_parameters
         return None, None, None, d1 + d2, *of_parameters
 
 
 def _differentiate(
-    function: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor, parameters: list, surroundings: Surroundings
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    gradient: Tensor,
+    parameters: list,
+    surroundings: Surroundings,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """function(x) as it was computed once, and the gradients of x and the parameters, given that of the result."""
     x = x.detach().requires_grad_()
     with torch.enable_grad(), surroundings.again():
         y = function(x)
-    of_x, *of_parameters = torch.autograd.grad(y, [x, *parameters], gradient.to(y.dtype), allow_unused=True)
+    of_x, *of_parameters = torch.autograd.grad(
+        y, [x, *parameters], gradient.to(y.dtype), allow_unused=True
+    )
     return y.detach(), of_x, of_parameters
 
 

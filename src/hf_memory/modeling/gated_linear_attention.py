@@ -8,8 +8,8 @@ from huggingface_hub.dataclasses import strict
 from hf_memory.mixers.far_memory import DecayedSlots
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
 from hf_memory.mixers.mamba import MambaMixer
-from hf_memory.mixers.mamba3 import Mamba3Mixer
-from hf_memory.mixers.ridge_regression import KalmanMixer, MesaMixer
+from hf_memory.mixers.variants.mamba3 import Mamba3Mixer
+from hf_memory.mixers.variants.ridge_regression import KalmanMixer, MesaMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_gate
@@ -23,7 +23,9 @@ MIXERS = {
     "mesa": MesaMixer,
     "kalman": KalmanMixer,
 }
-GATES = tuple(gate for gate in MIXERS if gate != "mamba")  # whose mixers have the projections of a Transformer
+GATES = tuple(
+    gate for gate in MIXERS if gate != "mamba"
+)  # whose mixers have the projections of a Transformer
 
 
 @strict
@@ -62,16 +64,23 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
     @property
     def mixers(self) -> dict:
         """The mixer class of each layer type."""
-        return {**MemoryHeadsConfig.mixers, "memory": MIXERS[self.gate], "sliding_memory": WindowedMixer}
+        return {
+            **MemoryHeadsConfig.mixers,
+            "memory": MIXERS[self.gate],
+            "sliding_memory": WindowedMixer,
+        }
 
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
         head_dim: Any = self.head_dim
-        width, convolves = self.hidden_size, self.gate in ("mamba", "mamba2", "mesa", "kalman")
+        width = self.hidden_size
+        convolves = self.gate in ("mamba", "mamba2", "mesa", "kalman")
         if self.gate == "mamba":
             rank = math.ceil(width / 16)
-            self.fill(linear_num_key_heads=1, linear_value_head_dim=2 * width, gate_low_rank_dim=rank)
+            self.fill(
+                linear_num_key_heads=1, linear_value_head_dim=2 * width, gate_low_rank_dim=rank
+            )
         if self.gate in ("mamba2", "mamba3") and self.linear_num_value_heads is None:
             self.fill(linear_num_key_heads=1, linear_value_head_dim=64)
             self.fill(linear_num_value_heads=2 * width // self.linear_value_head_dim)
@@ -90,7 +99,8 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
         """Check the gate, too."""
         check_gate(self.gate, tuple(MIXERS))
         super().validate_architecture()
-        heads, only = self.memory_heads[:3], "1, as linear_num_value_heads, with gate='mamba'"
+        heads = self.memory_heads[:3]
+        only = "1, as linear_num_value_heads, with gate='mamba'"
         check(self.gate != "mamba" or heads == (1, 1, 1), "linear_num_key_heads", only, heads)
 
 

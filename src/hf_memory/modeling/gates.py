@@ -26,8 +26,15 @@ def register_gate(config: type[MemoryConfig], name: str, mixer: type[MemoryMixer
         ValueError: if the family has no gates, the name is taken, or `mixer` is no class of a mixer.
     """
     check(config in TABLES, "config", " or ".join(family.__name__ for family in TABLES), config)
-    check(isinstance(mixer, type) and issubclass(mixer, MemoryMixer), "mixer", "a subclass of MemoryMixer", mixer)
+    check(
+        isinstance(mixer, type) and issubclass(mixer, MemoryMixer),
+        "mixer",
+        "a subclass of MemoryMixer",
+        mixer,
+    )
     known = TABLES[config].get(name)
-    is_again = known is not None and known.__qualname__ == mixer.__qualname__  # as when a cell of a notebook runs again
+    is_again = (
+        known is not None and known.__qualname__ == mixer.__qualname__
+    )  # as when a cell of a notebook runs again
     check(known is None or is_again, "name", "one that no gate of this family has", name)
     TABLES[config][name] = mixer

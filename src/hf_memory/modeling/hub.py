@@ -84,7 +84,9 @@ class HubConfigMixin:
     """
 
     def __post_init__(self, **kwargs):
-        auto_map = kwargs.pop("auto_map", None) or {}  # never None: trainers look up custom models in it
+        auto_map = (
+            kwargs.pop("auto_map", None) or {}
+        )  # never None: trainers look up custom models in it
         foreign = {name: value for name, value in auto_map.items() if SHIM_MODULE not in str(value)}
         super().__post_init__(auto_map=foreign, **kwargs)
 
@@ -95,13 +97,19 @@ class HubConfigMixin:
             json_file_path (`str` or `os.PathLike`): the file.
             use_diff (`bool`, defaults to `True`): leave out values that are transformers' defaults.
         """
-        path, saved, classes = Path(json_file_path), self, auto_classes(type(self))
+        path = Path(json_file_path)
+        saved = self
+        classes = auto_classes(type(self))
         if path.name == CONFIG_NAME and classes:
             names = "\n".join(f"        {name}," for name in classes.values())
-            with replaced(path.with_name(f"{SHIM_MODULE}.py")) as partial:  # so that no process reads half of it
+            with replaced(
+                path.with_name(f"{SHIM_MODULE}.py")
+            ) as partial:  # so that no process reads half of it
                 partial.write_text(SHIM.format(classes=names, install=INSTALL), encoding="utf-8")
             saved = copy.copy(self)
-            saved.auto_map = {auto: f"{SHIM_MODULE}.{name}" for auto, name in classes.items()} | self.auto_map
+            saved.auto_map = {
+                auto: f"{SHIM_MODULE}.{name}" for auto, name in classes.items()
+            } | self.auto_map
         PreTrainedConfig.to_json_file(saved, json_file_path, use_diff=use_diff)
 
 
@@ -110,4 +118,7 @@ def auto_classes(config_class: type) -> dict[str, str]:
     if config_class not in REGISTERED:
         return {}
     family = REGISTERED[config_class]
-    return {auto_class.__name__: getattr(family, part).__name__ for part, auto_class in AUTO_CLASSES.items()}
+    return {
+        auto_class.__name__: getattr(family, part).__name__
+        for part, auto_class in AUTO_CLASSES.items()
+    }

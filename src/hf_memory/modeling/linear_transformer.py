@@ -24,11 +24,17 @@ class LinearTransformerConfig(MemoryConfig):
     """
 
     model_type = "hf_memory_linear"
-    mixers = {**MemoryConfig.mixers, "memory": LinearAttentionMixer, "sliding_memory": WindowedMixer}
+    mixers = {
+        **MemoryConfig.mixers,
+        "memory": LinearAttentionMixer,
+        "sliding_memory": WindowedMixer,
+    }
     far_memory = SlotMemory
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
-        **of_mixers(local_params=("feature_map",), colwise=("feature_map.q_weight", "feature_map.k_weight")),
+        **of_mixers(
+            local_params=("feature_map",), colwise=("feature_map.q_weight", "feature_map.k_weight")
+        ),
         **of_mixers(replicated_with_grad_allreduce=("o_norm",)),
     }
 
@@ -42,7 +48,9 @@ class LinearTransformerConfig(MemoryConfig):
         super().validate_architecture()
         check_word("feature_map", self.feature_map, FEATURE_MAPS)
         is_set = self.feature_map not in RANDOM_FEATURE_MAPS or self.feature_dim
-        check(is_set, "feature_dim", f"set when feature_map is {self.feature_map!r}", self.feature_dim)
+        check(
+            is_set, "feature_dim", f"set when feature_map is {self.feature_map!r}", self.feature_dim
+        )
 
 
 class LinearTransformerModel(base.MemoryModel):

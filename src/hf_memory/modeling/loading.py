@@ -20,7 +20,9 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-DEEPEST = 256  # layers of a model that can be built in seconds, even if its files have fewer tensors
+DEEPEST = (
+    256  # layers of a model that can be built in seconds, even if its files have fewer tensors
+)
 MOST_LABELS = 10_000  # of a config, which transformers lists one by one
 
 
@@ -34,12 +36,17 @@ def load_config(name: str | Path) -> PreTrainedConfig:
         ValueError: if no model can be built from the config, or only one that is larger than the files of weights.
     """
     with _explained(f"the config of {name} must describe a model that can be built"):
-        described, kept = PreTrainedConfig.get_config_dict(name)[0], _files(name)
+        described = PreTrainedConfig.get_config_dict(name)[0]
+        kept = _files(name)
     tensors = sum(len(safe_open(file, "pt").keys()) for file in kept)
     if (depth := _depth(described)) > max(DEEPEST, tensors):
-        raise ValueError(f"{name} must have a tensor for each layer of its config, got {depth:,} and {tensors} tensors")
+        raise ValueError(
+            f"{name} must have a tensor for each layer of its config, got {depth:,} and {tensors} tensors"
+        )
     if (labels := _labels(described)) > MOST_LABELS:
-        raise ValueError(f"the config of {name} must have at most {MOST_LABELS:,} labels, got {labels:,}")
+        raise ValueError(
+            f"the config of {name} must have at most {MOST_LABELS:,} labels, got {labels:,}"
+        )
     with _explained(f"the config of {name} must describe a model that can be built"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -47,9 +54,13 @@ def load_config(name: str | Path) -> PreTrainedConfig:
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     size = sum(file.stat().st_size for file in kept)
-    bits = 1 if getattr(config, "quantization_config", None) else 8  # the fewest that a parameter takes
+    bits = (
+        1 if getattr(config, "quantization_config", None) else 8
+    )  # the fewest that a parameter takes
     if kept and parameters * bits > size * 8:
-        raise ValueError(f"{name} must have the weights of its config, got {parameters:,} in files of {size:,} bytes")
+        raise ValueError(
+            f"{name} must have the weights of its config, got {parameters:,} in files of {size:,} bytes"
+        )
     return config
 
 
@@ -64,7 +75,11 @@ def load_model(name: str | Path, **options) -> PreTrainedModel:
         ValueError: if weights are missing, which transformers would replace by random ones, or have other shapes.
     """
     config = options.pop("config", None) or load_config(name)
-    checks = {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    checks = {
+        "trust_remote_code": False,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
     loaded: Any = AutoModelForCausalLM.from_pretrained(name, config=config, **checks, **options)
     model, info = loaded
     parameters = {name for name, _ in model.named_parameters()}  # without tied ones
@@ -73,8 +88,11 @@ def load_model(name: str | Path, **options) -> PreTrainedModel:
         ("another shape", {key for key, *_ in info["mismatched_keys"]}),
     ):
         if keys:
-            first, more = sorted(keys)[:3], f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            raise ValueError(f"{name} must have all weights of its config, got {what} for {', '.join(first)}{more}")
+            first = sorted(keys)[:3]
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ValueError(
+                f"{name} must have all weights of its config, got {what} for {', '.join(first)}{more}"
+            )
     return model
 
 
@@ -105,21 +123,31 @@ def _files(name: str | Path) -> list[Path]:
 
 
 def _local(name: str | Path, file: str) -> Path | None:
-    path = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    path = cached_file(
+        name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
     return None if path is None else Path(path)
 
 
 def _depth(described: dict) -> int:
     """The largest number that a config calls a number of layers."""
     counts = [x for key, x in described.items() if "layer" in key and type(x) is int]
-    return max([0, *counts, *(_depth(part) for part in described.values() if isinstance(part, dict))])
+    return max(
+        [0, *counts, *(_depth(part) for part in described.values() if isinstance(part, dict))]
+    )
 
 
 def _labels(described: dict) -> int:
     """The largest number of labels that a config gives, or lists."""
     counts = [x for key, x in described.items() if key == "num_labels" and type(x) is int]
-    counts += [len(x) for key, x in described.items() if key in ("id2label", "label2id") and hasattr(x, "__len__")]
-    return max([0, *counts, *(_labels(part) for part in described.values() if isinstance(part, dict))])
+    counts += [
+        len(x)
+        for key, x in described.items()
+        if key in ("id2label", "label2id") and hasattr(x, "__len__")
+    ]
+    return max(
+        [0, *counts, *(_labels(part) for part in described.values() if isinstance(part, dict))]
+    )
 
 
 @contextmanager

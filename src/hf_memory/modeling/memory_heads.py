@@ -33,7 +33,14 @@ class MemoryHeadsConfig(MemoryConfig):
         **MemoryConfig.base_model_tp_plan,
         **of_mixers(
             local_params=("q_conv1d", "k_conv1d", "v_conv1d", "decay"),
-            colwise=("b_proj", "w_proj", "decay.A_log", "decay.dt_bias", "decay.proj", "output_gate.proj"),
+            colwise=(
+                "b_proj",
+                "w_proj",
+                "decay.A_log",
+                "decay.dt_bias",
+                "decay.proj",
+                "output_gate.proj",
+            ),
             replicated_with_grad_allreduce=("output_gate.norm",),
         ),
         **of_mixers(colwise=("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")),
@@ -61,7 +68,13 @@ class MemoryHeadsConfig(MemoryConfig):
         query_heads = self.linear_num_key_heads or self.num_attention_heads
         key_heads = self.linear_num_key_heads or self.num_key_value_heads
         value_heads = self.linear_num_value_heads or key_heads
-        return query_heads, key_heads, value_heads, self.linear_key_head_dim, self.linear_value_head_dim
+        return (
+            query_heads,
+            key_heads,
+            value_heads,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+        )
 
     def validate_architecture(self):
         """Check that heads and channels of the memory fit together, too."""
@@ -69,9 +82,19 @@ class MemoryHeadsConfig(MemoryConfig):
         super().validate_architecture()
         heads, _, values, key_dim, _ = self.memory_heads
         is_grouped = max(heads, values) % min(heads, values) == 0
-        check(is_grouped, "linear_num_value_heads", f"a multiple or a divisor of the {heads} query heads", values)
+        check(
+            is_grouped,
+            "linear_num_value_heads",
+            f"a multiple or a divisor of the {heads} query heads",
+            values,
+        )
         is_rotated = f"head_dim={self.head_dim} when memory_rope rotates it"
-        check(not self.memory_rope or key_dim == self.head_dim, "linear_key_head_dim", is_rotated, key_dim)
+        check(
+            not self.memory_rope or key_dim == self.head_dim,
+            "linear_key_head_dim",
+            is_rotated,
+            key_dim,
+        )
 
 
 class Levels(PreTrainedConfig):
@@ -100,6 +123,8 @@ class Levels(PreTrainedConfig):
         """Check that the memory can have levels, too."""
         check_word("levels", self.levels, ("one", "log"))
         super().validate_architecture()
-        can_have = "sliding_memory" not in self.layer_types and getattr(self.mixers["memory"], "has_levels", False)
+        can_have = "sliding_memory" not in self.layer_types and getattr(
+            self.mixers["memory"], "has_levels", False
+        )
         only = "'one' with 'sliding_memory' layers or a memory that is neither linear attention nor the delta rule"
         check(self.levels == "one" or can_have, "levels", only, self.levels)

@@ -27,7 +27,11 @@ class MemoryMosaicConfig(WholeLayersConfig):
             colwise=("persistent.keys", "persistent.values", "persistent.scale"),
             rowwise=("persistent_o_proj",),
         ),
-        **of_mixers(colwise=tuple(f"{x}_average.{name}" for x in ("key", "query") for name in ("rate", "scale"))),
+        **of_mixers(
+            colwise=tuple(
+                f"{x}_average.{name}" for x in ("key", "query") for name in ("rate", "scale")
+            )
+        ),
         **of_mixers(colwise=("value_average.share", "value_average.scale")),
     }
 

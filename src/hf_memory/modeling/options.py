@@ -61,10 +61,20 @@ class TeacherShape(PreTrainedConfig):
         """Check the norms and the layers with positions, too."""
         super().validate_architecture()
         check_word("norm_placement", self.norm_placement, tuple(NORMS))
-        check_each(self, "no_rope_layers", (self.no_rope_layers or self.layer_types)[: self.num_hidden_layers])
-        local, rope = self.local_rope_layers, self.local_rope_parameters
+        check_each(
+            self,
+            "no_rope_layers",
+            (self.no_rope_layers or self.layer_types)[: self.num_hidden_layers],
+        )
+        local = self.local_rope_layers
+        rope = self.local_rope_parameters
         check_each(self, "local_rope_layers", local or self.layer_types)
-        check((local is None) == (rope is None), "local_rope_parameters", f"given with local_rope_layers={local}", rope)
+        check(
+            (local is None) == (rope is None),
+            "local_rope_parameters",
+            f"given with local_rope_layers={local}",
+            rope,
+        )
         if rope is not None:
             check_rope("local_rope_parameters", rope, self.head_dim)
 
@@ -115,7 +125,9 @@ class AttentionWindow(PreTrainedConfig):
     def validate_architecture(self):
         """Check the window, too."""
         super().validate_architecture()
-        near, longer, heads = self.sliding_window, self.full_attention_window, self.full_attention_heads
+        near = self.sliding_window
+        longer = self.full_attention_window
+        heads = self.full_attention_heads
         sliding = [kind for kind in self.layer_types if kind.startswith("sliding")]
         check(not sliding or near, "sliding_window", f"set with {sliding[:1]} in layer_types", near)
         self._check_heads(heads)
@@ -126,11 +138,23 @@ class AttentionWindow(PreTrainedConfig):
         check(min(self.kept_tokens) >= 0, "num_kept_tokens", "at least 0", self.num_kept_tokens)
         is_longer = longer is None or (near and longer >= near)
         check(is_longer, "full_attention_window", f"at least sliding_window={near}", longer)
-        check(not (longer and self.attention_sinks), "full_attention_window", "None with attention_sinks", longer)
+        check(
+            not (longer and self.attention_sinks),
+            "full_attention_window",
+            "None with attention_sinks",
+            longer,
+        )
         if self.virtual_token:
             here = "with virtual_token"
-            check({*self.layer_types} == {"sliding_heads"}, "layer_types", f"all 'sliding_heads' {here}", sliding)
-            check_values(self, here, num_sink_tokens=0, attention_sinks=False, attn_logit_softcapping=None)
+            check(
+                {*self.layer_types} == {"sliding_heads"},
+                "layer_types",
+                f"all 'sliding_heads' {here}",
+                sliding,
+            )
+            check_values(
+                self, here, num_sink_tokens=0, attention_sinks=False, attn_logit_softcapping=None
+            )
 
     @property
     def takes_first_tokens(self) -> bool:
@@ -148,9 +172,19 @@ class AttentionWindow(PreTrainedConfig):
         if heads is None:
             return
         check_each(self, "full_attention_heads", heads)
-        last, given = self.num_key_value_heads - 1, {head for layer in heads for head in layer}
-        check(given <= {*range(last + 1)}, "full_attention_heads", f"lists of heads from 0 to {last}", heads)
-        others = [kind for kind, own in zip(self.layer_types, heads) if own and kind not in self.heads_types]
+        last = self.num_key_value_heads - 1
+        given = {head for layer in heads for head in layer}
+        check(
+            given <= {*range(last + 1)},
+            "full_attention_heads",
+            f"lists of heads from 0 to {last}",
+            heads,
+        )
+        others = [
+            kind
+            for kind, own in zip(self.layer_types, heads)
+            if own and kind not in self.heads_types
+        ]
         check(not others, "full_attention_heads", f"[] for layer_types {others}", heads)
 
 
@@ -172,9 +206,15 @@ class Experts(PreTrainedConfig):
     def validate_architecture(self):
         """Check that there are as many experts as a token uses, too."""
         super().validate_architecture()
-        most, used = self.num_experts, self.num_experts_per_tok
+        most = self.num_experts
+        used = self.num_experts_per_tok
         has_experts = "experts" in self.feed_forwards  # type: ignore[attr-defined]
-        check(not has_experts or used <= most, "num_experts_per_tok", f"at most num_experts={most}", used)
+        check(
+            not has_experts or used <= most,
+            "num_experts_per_tok",
+            f"at most num_experts={most}",
+            used,
+        )
 
 
 class ProductKeys(PreTrainedConfig):
@@ -204,14 +244,23 @@ class ProductKeys(PreTrainedConfig):
     @property
     def feed_forwards(self) -> list[str]:
         """The feed-forward part of each layer, by its name in `FEED_FORWARDS`, or `"none"`."""
-        return self.mlp_types or ["mlp" if self.intermediate_size > 0 else "none"] * self.num_hidden_layers
+        return (
+            self.mlp_types
+            or ["mlp" if self.intermediate_size > 0 else "none"] * self.num_hidden_layers
+        )
 
     def validate_architecture(self):
         """Check the feed-forward parts, too."""
         super().validate_architecture()
         given = self.mlp_types or self.feed_forwards
         check_each(self, "mlp_types", given, (*FEED_FORWARDS, "none"))
-        check(given == self.feed_forwards, "mlp_types", f"{self.feed_forwards} for {self.model_type}", given)
+        check(
+            given == self.feed_forwards,
+            "mlp_types",
+            f"{self.feed_forwards} for {self.model_type}",
+            given,
+        )
         check(self.product_key_dim % 2 == 0, "product_key_dim", "even", self.product_key_dim)
-        most, found = self.num_product_keys, self.product_key_top_k
+        most = self.num_product_keys
+        found = self.product_key_top_k
         check(found <= most, "product_key_top_k", f"at most num_product_keys={most}", found)

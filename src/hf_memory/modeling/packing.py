@@ -10,10 +10,18 @@ from transformers.utils.import_utils import is_tracing
 
 from hf_memory.ops.masks import packed
 
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # arguments of trainers
+PACKING = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)  # arguments of trainers
 
 
-def packed_boundaries(inputs_embeds, attention_mask, position_ids, cache, kwargs: dict) -> Tensor | None:
+def packed_boundaries(
+    inputs_embeds, attention_mask, position_ids, cache, kwargs: dict
+) -> Tensor | None:
     """Boundaries [N + 1] int32 of packed sequences in the B * T tokens of a batch, or None if nothing is packed.
 
     Trainers declare packing by `cu_seq_lens_q`, by `seq_idx`, or by `position_ids` that start again; the first of these
@@ -25,7 +33,8 @@ def packed_boundaries(inputs_embeds, attention_mask, position_ids, cache, kwargs
         ValueError: if `cu_seq_lens_q` does not divide the rows, or a mask or a cache is given with it or `seq_idx`.
     """
     B, T = inputs_embeds.shape[:2]
-    cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    seq_idx = kwargs.get("seq_idx")
     if cu_seqlens is None and seq_idx is None:
         if position_ids is None or attention_mask is not None or cache is not None:
             return None
@@ -34,7 +43,9 @@ def packed_boundaries(inputs_embeds, attention_mask, position_ids, cache, kwargs
             return None
         return _boundaries(starts_again)
     if isinstance(attention_mask, dict) or not (attention_mask is None or attention_mask.all()):
-        raise ValueError("attention_mask must be all ones or None when cu_seq_lens_q or seq_idx packs sequences")
+        raise ValueError(
+            "attention_mask must be all ones or None when cu_seq_lens_q or seq_idx packs sequences"
+        )
     if cache is not None:
         raise ValueError("cache must be None when cu_seq_lens_q or seq_idx packs sequences")
     if cu_seqlens is None:
@@ -54,9 +65,13 @@ def _boundaries(is_another: Tensor) -> Tensor:
 def _check_cu_seq_lens(cu_seqlens: Tensor, B: int, T: int) -> None:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != B * T or bounds != sorted(bounds):
-        raise ValueError(f"cu_seq_lens_q must increase from 0 to the number of tokens, {B * T}, got {bounds}")
+        raise ValueError(
+            f"cu_seq_lens_q must increase from 0 to the number of tokens, {B * T}, got {bounds}"
+        )
     if missing := set(range(0, B * T, T)).difference(bounds):
-        raise ValueError(f"cu_seq_lens_q must have the beginning of each row, such as {min(missing)}, got {bounds}")
+        raise ValueError(
+            f"cu_seq_lens_q must have the beginning of each row, such as {min(missing)}, got {bounds}"
+        )
 
 
 def flash_arguments(cu_seqlens: Tensor) -> dict[str, Any]:
@@ -72,9 +87,14 @@ def flash_arguments(cu_seqlens: Tensor) -> dict[str, Any]:
 
 def check_mask_length(inputs_embeds: Tensor, attention_mask, cache: Cache | None) -> None:
     """Raise ValueError unless an attention_mask of two dimensions covers the tokens of the past and the new ones."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or is_tracing(attention_mask):
+    if (
+        not isinstance(attention_mask, Tensor)
+        or attention_mask.ndim != 2
+        or is_tracing(attention_mask)
+    ):
         return
-    T, length = inputs_embeds.shape[1], attention_mask.shape[1]
+    T = inputs_embeds.shape[1]
+    length = attention_mask.shape[1]
     past = 0 if cache is None else int(cache.get_seq_length())
     if length != past + T:
         raise ValueError(
@@ -93,7 +113,9 @@ def are_finite(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[B, T]: whether all numbers x [B, T, D] of a token's packed sequence are finite."""
     largest = torch.linalg.vector_norm(x.detach(), torch.inf, -1)
     broken = F.pad((~largest.isfinite()).flatten().cumsum(0), (1, 0))[cu_seqlens].diff()
-    return torch.repeat_interleave(broken == 0, cu_seqlens.diff(), output_size=largest.numel()).view_as(largest)
+    return torch.repeat_interleave(
+        broken == 0, cu_seqlens.diff(), output_size=largest.numel()
+    ).view_as(largest)
 
 
 def default_positions(inputs_embeds: Tensor, attention_mask, cache: Cache | None) -> Tensor:

@@ -72,7 +72,13 @@ class Family(NamedTuple):
     @classmethod
     def of(cls, module: ModuleType, name: str, **options) -> "Family":
         """The family whose classes in a module have names that begin with `name`."""
-        parts = ("Config", "Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+        parts = (
+            "Config",
+            "Model",
+            "ForCausalLM",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+        )
         return cls(*(getattr(module, name + part) for part in parts), **options)
 
 

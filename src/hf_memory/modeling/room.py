@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_memory.files.memory import memory_for
+from hf_memory.files.ram import memory_for
 
 SPANS = (  # options that are numbers of tokens whose keys and values a layer holds at once
     "full_attention_window",
@@ -53,7 +53,9 @@ def _weights(config: Any, parts: tuple[Callable[[], nn.Module], ...]) -> int:
         with torch.device("meta"):
             made = [make() for make in parts]
     except RuntimeError as error:  # a tensor of more bytes than 64 bits can count
-        raise ValueError(f"the config must describe a model that fits into memory, got {error}") from error
+        raise ValueError(
+            f"the config must describe a model that fits into memory, got {error}"
+        ) from error
     numbers = sum(x.numel() for part in made for x in (*part.parameters(), *part.buffers()))
     return (numbers + config.vocab_size * config.hidden_size) * torch.get_default_dtype().itemsize
 

@@ -61,13 +61,20 @@ class Rwkv7Config(WholeLayersConfig):
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
-        self.fill(**{x: max(32, 32 * round(factor * self.hidden_size**0.5 / 32)) for x, factor in RANKS.items()})
+        self.fill(
+            **{
+                x: max(32, 32 * round(factor * self.hidden_size**0.5 / 32))
+                for x, factor in RANKS.items()
+            }
+        )
 
 
 class Rwkv7DecoderLayer(base.MemoryDecoderLayer):
     """A layer that passes on the values of the first memory layer [B, T, H * V] together with the hidden states."""
 
-    def forward(self, hidden_states: Tensor, first_values: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden_states: Tensor, first_values: Tensor, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Run the layer; attention layers only pass the values on."""
         if not isinstance(self.mixer, Rwkv7Mixer):
             return super().forward(hidden_states, **kwargs), first_values
@@ -89,13 +96,17 @@ class Rwkv7Model(base.MemoryModel):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.post_init()
 
-    def run_layers(self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs) -> Tensor:
+    def run_layers(
+        self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs
+    ) -> Tensor:
         """Run each layer with its mask on [B, T, hidden_size]; none has a loss of its own."""
         hidden_states = self.embed_norm(hidden_states)
         heads, *_, V = self.config.memory_heads
         first_values = hidden_states.new_zeros(*hidden_states.shape[:2], heads * V)
         for layer, mask in zip(self.layers, masks):
-            hidden_states, first_values = layer(hidden_states, first_values, attention_mask=mask, **kwargs)
+            hidden_states, first_values = layer(
+                hidden_states, first_values, attention_mask=mask, **kwargs
+            )
         return hidden_states
 
 

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 from huggingface_hub.dataclasses import strict
 
-from hf_memory.mixers.atlas import AtlasMixer
 from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
-from hf_memory.mixers.large_chunk import LargeChunkMixer
 from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
-from hf_memory.mixers.miras import MirasMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.test_time_training import TTTMixer
+from hf_memory.mixers.variants.atlas import AtlasMixer
+from hf_memory.mixers.variants.large_chunk import LargeChunkMixer
+from hf_memory.mixers.variants.miras import MirasMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
@@ -76,9 +76,15 @@ class MemoryRule(NamedTuple):
 
 RULES = {  # by `memory_rule`
     "titans": MemoryRule(NeuralMemoryMixer, TITANS),
-    "ttt_linear": MemoryRule(TTTMixer, {**TTT, "memory_depth": 1, "memory_max_lr": 1.0}, {"forget_to": "anchor"}),
-    "ttt_mlp": MemoryRule(TTTMixer, {**TTT, "memory_depth": 2, "memory_max_lr": 0.1}, {"forget_to": "anchor"}),
-    "moneta": MemoryRule(MirasMixer, MIRAS, {"loss": "cubed", "retention": "norm", "forget_to": "zero"}),
+    "ttt_linear": MemoryRule(
+        TTTMixer, {**TTT, "memory_depth": 1, "memory_max_lr": 1.0}, {"forget_to": "anchor"}
+    ),
+    "ttt_mlp": MemoryRule(
+        TTTMixer, {**TTT, "memory_depth": 2, "memory_max_lr": 0.1}, {"forget_to": "anchor"}
+    ),
+    "moneta": MemoryRule(
+        MirasMixer, MIRAS, {"loss": "cubed", "retention": "norm", "forget_to": "zero"}
+    ),
     "yaad": MemoryRule(MirasMixer, MIRAS, {"loss": "huber", "forget_to": "zero"}),
     "memora": MemoryRule(MirasMixer, MIRAS, {"retention": "softmax", "forget_to": "zero"}),
     "atlas": MemoryRule(AtlasMixer, {**MIRAS, "memory_residual": False}, {"forget_to": "zero"}),
@@ -163,7 +169,9 @@ class TitansConfig(MemoryHeadsConfig):
         super().set_defaults()
         self.fill(**RULES.get(self.memory_rule, RULES["titans"]).defaults)
         self.fill(linear_key_head_dim=self.head_dim, linear_value_head_dim=self.head_dim)
-        depth, K, V = self.memory_depth, self.linear_key_head_dim, self.linear_value_head_dim
+        depth = self.memory_depth
+        K = self.linear_key_head_dim
+        V = self.linear_value_head_dim
         is_deep = self.memory_rule == "titans" and depth > 2
         self.fill(
             sliding_window=512 if self.variant in ("mag", "mal") else None,
@@ -172,25 +180,37 @@ class TitansConfig(MemoryHeadsConfig):
             memory_max_grad_norm=V**0.5 if is_deep else 0.0,
         )
 
-    def attends(self, layer_idx: int, length: int) -> int | None:
-        """See `MemoryConfig.attends`: students with MAL, or with MAG and an added memory, start with closed gates."""
+    def exact_up_to(self, layer_idx: int, length: int) -> int | None:
+        """See `MemoryConfig.exact_up_to`: MAL, and MAG with an added memory, start with closed gates."""
         is_closed = self.variant == "mal" or (self.variant == "mag" and self.memory_gate == "add")
         if not is_closed or self.num_persistent_tokens:
-            return super().attends(layer_idx, length)
+            return super().exact_up_to(layer_idx, length)
         return min(length, self.sliding_window or length)
 
     def validate_architecture(self):
         """Check the options of Titans, too."""
-        rule, K, V = self.memory_rule, self.linear_key_head_dim, self.linear_value_head_dim
+        rule = self.memory_rule
+        K = self.linear_key_head_dim
+        V = self.linear_value_head_dim
         check_word("memory_rule", rule, tuple(RULES))
-        check_word("variant", self.variant, ("lmm", "mag", "mal", *(("mac",) if rule == "titans" else ())))
+        check_word(
+            "variant", self.variant, ("lmm", "mag", "mal", *(("mac",) if rule == "titans" else ()))
+        )
         check_word("memory_gate", self.memory_gate, ("multiply", "add"))
         check_word("memory_activation", self.memory_activation, ("silu", "gelu", "gelu_tanh"))
         super().validate_architecture()
         is_square = f"False unless linear_key_head_dim={K} equals linear_value_head_dim={V}"
-        check(not self.memory_residual or K == V, "memory_residual", is_square, self.memory_residual)
-        limit, clip = self.memory_max_grad_norm, tuple(x for x in RULES if RULES[x].mixer.clips_gradients)
-        check(not limit or rule in clip, "memory_max_grad_norm", f"0 unless memory_rule is in {clip}", limit)
+        check(
+            not self.memory_residual or K == V, "memory_residual", is_square, self.memory_residual
+        )
+        limit = self.memory_max_grad_norm
+        clip = tuple(x for x in RULES if RULES[x].mixer.clips_gradients)
+        check(
+            not limit or rule in clip,
+            "memory_max_grad_norm",
+            f"0 unless memory_rule is in {clip}",
+            limit,
+        )
 
 
 class TitansModel(base.MemoryModel):

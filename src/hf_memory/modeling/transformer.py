@@ -19,11 +19,23 @@ from hf_memory.mixers.transformer.windows import LocalMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_each, check_numbers, check_values, check_word
 from hf_memory.modeling.configuration import MemoryConfig, of_mixers
-from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
+from hf_memory.modeling.depth import (
+    DEPTHS,
+    AdaptiveUniversal,
+    ReversibleLayer,
+    Universal,
+    run_reversible,
+)
 from hf_memory.modeling.room import check_room
 
 OWN = ("memory", "sliding_heads")  # layer types that this family computes itself
-BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters with a part for each head
+BY_HEAD = (
+    "content_bias",
+    "distance_bias",
+    "distance_proj",
+    "rate",
+    "bound",
+)  # parameters with a part for each head
 
 
 @strict
@@ -97,9 +109,13 @@ class MemoryTransformerConfig(MemoryConfig):
             local_params=("", "relation", "relation.inner"),
             colwise=("relation.span", "forget.proj", "memory_gate", "memory_scale", "centroids"),
         ),
-        **of_mixers(colwise=tuple(f"relation.{x}{name}" for x in ("", "inner.") for name in BY_HEAD)),
         **of_mixers(
-            replicated_with_grad_allreduce=tuple(f"relation.{x}{y}" for x in ("", "inner.") for y in ("keys", "values"))
+            colwise=tuple(f"relation.{x}{name}" for x in ("", "inner.") for name in BY_HEAD)
+        ),
+        **of_mixers(
+            replicated_with_grad_allreduce=tuple(
+                f"relation.{x}{y}" for x in ("", "inner.") for y in ("keys", "values")
+            )
         ),
     }
 
@@ -166,7 +182,8 @@ class MemoryTransformerConfig(MemoryConfig):
             return self._heads_class()
         if kind != "memory":
             return super().mixer_class(layer_idx)
-        past, pattern = self.pasts[layer_idx], self.patterns[layer_idx]
+        past = self.pasts[layer_idx]
+        pattern = self.patterns[layer_idx]
         if past == "compressive" and self.compression == "most_used":
             return MostUsedMixer
         if past == "memorizing" and self.memory_join == "attention":
@@ -184,13 +201,14 @@ class MemoryTransformerConfig(MemoryConfig):
         """Number of rotated channels; 0 unless `position` is rope."""
         return super().rotating_channels(layer_idx) if self.position == "rope" else 0
 
-    def attends(self, layer_idx: int, length: int) -> int | None:
-        """See `MemoryConfig.attends`; None unless position and depth are the teacher's and the pattern has no gaps."""
+    def exact_up_to(self, layer_idx: int, length: int) -> int | None:
+        """See `MemoryConfig.exact_up_to`; None if position or depth differ, or if the pattern has gaps."""
         if self.position != "rope" or self.depth != "fixed":
             return None
         if self.layer_types[layer_idx] != "memory":
-            return super().attends(layer_idx, length)
-        past, pattern = self.pasts[layer_idx], pattern_of(self, layer_idx)
+            return super().exact_up_to(layer_idx, length)
+        past = self.pasts[layer_idx]
+        pattern = pattern_of(self, layer_idx)
         if self.patterns[layer_idx] in BUCKETS or (pattern and pattern.has_gaps):
             return None
         if self.patterns[layer_idx] == "adaptive_span":  # a student starts with the longest spans
@@ -199,7 +217,9 @@ class MemoryTransformerConfig(MemoryConfig):
             return min(length, self.sliding_window or length)
         seen = length if pattern is None else pattern.reach + pattern.first
         if past != "cache":
-            found = min(self.memory_top_k, self.memory_size) if self.memory_join == "attention" else 0
+            found = (
+                min(self.memory_top_k, self.memory_size) if self.memory_join == "attention" else 0
+            )
             beside = {"infinite": self.num_sink_tokens, "memorizing": found}  # beside its window
             within = self.past_window if past in ("xl", "compressive") else 0
             seen = self.sliding_window + beside[past] if past in beside else within
@@ -218,11 +238,21 @@ class MemoryTransformerConfig(MemoryConfig):
         check_each(self, "span_limits", self.span_limits or self.layer_types)
         check_numbers({"span_limits": min(self.span_limits or [1])})
         is_alone = position not in (*RELATIONS, "forget") or {*self.layer_types} <= {*OWN}
-        check(is_alone, "layer_types", f"only {' and '.join(OWN)} with position={position!r}", self.layer_types)
+        check(
+            is_alone,
+            "layer_types",
+            f"only {' and '.join(OWN)} with position={position!r}",
+            self.layer_types,
+        )
         if position in RELATIONS:
             self._check_relation()
         for past, pattern in zip(self.pasts, self.patterns):
-            check(past == "cache" or pattern == "full", "pattern", f"'full' in layers with past={past!r}", pattern)
+            check(
+                past == "cache" or pattern == "full",
+                "pattern",
+                f"'full' in layers with past={past!r}",
+                pattern,
+            )
         self._check_sizes()
         if position == "forget":
             self._check_forgetting()
@@ -236,7 +266,12 @@ class MemoryTransformerConfig(MemoryConfig):
     def _check_sizes(self) -> None:
         has_summaries = {"fixed", "fixed_by_head", "linformer"} & {*self.patterns}
         is_inside = not has_summaries or self.num_summary_tokens <= self.pattern_size
-        check(is_inside, "num_summary_tokens", f"at most pattern_size={self.pattern_size}", self.num_summary_tokens)
+        check(
+            is_inside,
+            "num_summary_tokens",
+            f"at most pattern_size={self.pattern_size}",
+            self.num_summary_tokens,
+        )
         lengths = (self.segment_length, self.past_window) if "compressive" in self.pasts else ()
         is_whole = not any(x % self.compression_rate for x in lengths)
         divided = f"a divisor of segment_length and past_window, {lengths}"
@@ -253,10 +288,17 @@ class MemoryTransformerConfig(MemoryConfig):
     def _check_forgetting(self) -> None:
         """Refuse what gates of single tokens have no meaning for."""
         here = "with position='forget'"
-        check_values(self, here, attn_logit_softcapping=None, attention_sinks=False, virtual_token=False)
+        check_values(
+            self, here, attn_logit_softcapping=None, attention_sinks=False, virtual_token=False
+        )
         own = {"linformer", *BUCKETS} & {*self.patterns}
         check(not own, "pattern", f"without {own} {here}", self.pattern)
-        check({*self.pasts} <= {"cache", "xl", "infinite"}, "past", f"'cache', 'xl' or 'infinite' {here}", self.past)
+        check(
+            {*self.pasts} <= {"cache", "xl", "infinite"},
+            "past",
+            f"'cache', 'xl' or 'infinite' {here}",
+            self.past,
+        )
 
     def _check_buckets(self) -> None:
         """Refuse options that attention in buckets does not support."""
@@ -274,13 +316,25 @@ class MemoryTransformerConfig(MemoryConfig):
         if self.depth == "universal":
             for name in ("layer_types", "mlp_types", "no_rope_layers", "patterns", "pasts"):
                 is_one = len({*(getattr(self, name) or "-")}) == 1
-                check(is_one, name, "the same for all layers with depth='universal'", getattr(self, name))
+                check(
+                    is_one,
+                    name,
+                    "the same for all layers with depth='universal'",
+                    getattr(self, name),
+                )
             kind = self.layer_types[0]
             check(kind in OWN, "layer_types", f"{' or '.join(OWN)} with depth='universal'", kind)
             return
         here = "with depth='reversible'"
-        check({*self.feed_forwards} <= {"mlp", "none"}, "mlp_types", f"'mlp' or 'none' {here}", self.mlp_types)
-        own = {"adaptive_span", "routing"} & {*self.patterns}  # their own losses would have no gradient
+        check(
+            {*self.feed_forwards} <= {"mlp", "none"},
+            "mlp_types",
+            f"'mlp' or 'none' {here}",
+            self.mlp_types,
+        )
+        own = {"adaptive_span", "routing"} & {
+            *self.patterns
+        }  # their own losses would have no gradient
         check(not own, "pattern", f"without {own} {here}", self.pattern)
         learns = "compressive" in self.pasts and self.compression == "convolution"
         check(not learns, "compression", f"other than 'convolution' {here}", self.compression)
@@ -301,7 +355,9 @@ class MemoryTransformerModel(base.MemoryModel):
         self.recurrence: Any = None
         if config.depth == "universal":
             self.layers = self.layers[:1]
-            self.recurrence = (AdaptiveUniversal if config.adaptive_computation else Universal)(config)
+            self.recurrence = (AdaptiveUniversal if config.adaptive_computation else Universal)(
+                config
+            )
         self.post_init()
 
     @torch.no_grad()
@@ -323,11 +379,17 @@ class MemoryTransformerModel(base.MemoryModel):
         """See `MemoryModel.new_cache`. In training, a reversible model has none, which would hold activations."""
         return None if self.training and self.config.depth == "reversible" else super().new_cache()
 
-    def run_layers(self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs) -> Tensor:
+    def run_layers(
+        self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs
+    ) -> Tensor:
         """Add embedded positions and run the layers as `depth` says; see `MemoryModel.run_layers`."""
-        positions = 0 if self.embed_positions is None else self.embed_positions(kwargs["position_ids"])
+        positions = (
+            0 if self.embed_positions is None else self.embed_positions(kwargs["position_ids"])
+        )
         if self.recurrence is not None:
-            return self.recurrence(self.layers[0], hidden_states, masks, positions, own_losses=own_losses, **kwargs)
+            return self.recurrence(
+                self.layers[0], hidden_states, masks, positions, own_losses=own_losses, **kwargs
+            )
         if self.embed_positions is not None:
             hidden_states = hidden_states + positions.to(hidden_states.dtype)
         if self.config.depth == "reversible":

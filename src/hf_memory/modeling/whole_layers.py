@@ -24,11 +24,18 @@ class WholeLayersConfig(MemoryConfig):
     @property
     def feed_forwards(self) -> list[str]:
         """No separate feed-forward part in memory layers, since it has a state and so belongs to the mixer."""
-        return ["none" if kind == "memory" else mlp for kind, mlp in zip(self.layer_types, super().feed_forwards)]
+        return [
+            "none" if kind == "memory" else mlp
+            for kind, mlp in zip(self.layer_types, super().feed_forwards)
+        ]
 
     def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
         """No norms around the mixer of memory layers, which has its own."""
-        return ("", "", "", "") if self.layer_types[layer_idx] == "memory" else super().norms(layer_idx)
+        return (
+            ("", "", "", "")
+            if self.layer_types[layer_idx] == "memory"
+            else super().norms(layer_idx)
+        )
 
     def validate_architecture(self):
         """Refuse options that memory layers do not support, too."""

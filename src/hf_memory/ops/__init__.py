@@ -10,18 +10,18 @@ from hf_memory.ops.delta_rule import delta_rule
 from hf_memory.ops.delta_rule import reference as _delta_rule
 from hf_memory.ops.deltaformer import DeltaFormerState, deltaformer
 from hf_memory.ops.deltaformer import reference as _deltaformer
-from hf_memory.ops.large_chunk_memory import LargeChunkState, large_chunk_memory
-from hf_memory.ops.large_chunk_memory import reference as _large_chunk_memory
 from hf_memory.ops.linear_attention import LinearState, linear_attention
 from hf_memory.ops.linear_attention import reference as _linear_attention
 from hf_memory.ops.log_linear_attention import LogLinearState, log_linear_attention
 from hf_memory.ops.log_linear_attention import reference as _log_linear_attention
 from hf_memory.ops.neural_memory import EarlierPairs, Learning, NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory import reference as _neural_memory
-from hf_memory.ops.ridge_regression import RidgeState, ridge_regression
-from hf_memory.ops.ridge_regression import reference as _ridge_regression
 from hf_memory.ops.selective_scan import reference as _selective_scan
 from hf_memory.ops.selective_scan import selective_scan
+from hf_memory.ops.variants.large_chunk_memory import LargeChunkState, large_chunk_memory
+from hf_memory.ops.variants.large_chunk_memory import reference as _large_chunk_memory
+from hf_memory.ops.variants.ridge_regression import RidgeState, ridge_regression
+from hf_memory.ops.variants.ridge_regression import reference as _ridge_regression
 
 __all__ = [
     "OPS",
@@ -51,9 +51,13 @@ class Op(NamedTuple):
     name: str
     op: Callable
     example: Callable  # returns valid random arguments
-    variants: tuple[dict, ...]  # arguments of `example` for each variant of the op, the plain one first
+    variants: tuple[
+        dict, ...
+    ]  # arguments of `example` for each variant of the op, the plain one first
     gates: tuple[str, ...] = ()  # arguments that are logarithms of a decay
-    growth: Literal["fixed", "log", "token"] = "fixed"  # of the state; "token": no state for packed sequences
+    growth: Literal["fixed", "log", "token"] = (
+        "fixed"  # of the state; "token": no state for packed sequences
+    )
     is_linear: bool = False  # in its state: then has 16-bit products, in_place and more query heads
     has_kernels: bool = False
 
@@ -63,7 +67,11 @@ OPS = (
         "linear_attention",
         linear_attention,
         _linear_attention.example,
-        tuple({"decay": decay, "normalize": n} for decay in ("none", "scalar", "vector") for n in (False, True)),
+        tuple(
+            {"decay": decay, "normalize": n}
+            for decay in ("none", "scalar", "vector")
+            for n in (False, True)
+        ),
         gates=("g",),
         is_linear=True,
         has_kernels=True,
@@ -131,6 +139,12 @@ OPS = (
         has_kernels=True,
     ),
     Op("large_chunk_memory", large_chunk_memory, _large_chunk_memory.example, ({},)),
-    Op("ridge_regression", ridge_regression, _ridge_regression.example, ({}, {"ratio": 0.02}), gates=("g",)),
+    Op(
+        "ridge_regression",
+        ridge_regression,
+        _ridge_regression.example,
+        ({}, {"ratio": 0.02}),
+        gates=("g",),
+    ),
     Op("selective_scan", selective_scan, _selective_scan.example, ({},), gates=("g",)),
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import repeat_heads
+from hf_memory.ops.layout import repeat_heads
 
 BLOCK = 16  # tokens of the smallest chunk
 SHUT = -(2.0**14)  # e^SHUT is zero in all dtypes, and a sum of 1024 such gates is exact in float32
@@ -26,7 +26,9 @@ def chunk_size(T: int, largest: int) -> int:
     return min(largest, max(BLOCK, 1 << (T - 1).bit_length()))
 
 
-def in_segments(op: Callable, C: int, S: Any, q: Tensor, *others: Tensor | None, scale: float) -> tuple[Tensor, Any]:
+def in_segments(
+    op: Callable, C: int, S: Any, q: Tensor, *others: Tensor | None, scale: float
+) -> tuple[Tensor, Any]:
     """Run `op(C, S, rows, scale)` on one segment after the other, passing on the state, and join the outputs.
 
     Args:
@@ -42,7 +44,9 @@ def in_segments(op: Callable, C: int, S: Any, q: Tensor, *others: Tensor | None,
     """
     B, T, H, K = q.shape
     tokens = T if q.is_cuda else C * max(1, SEGMENT // (B * H * K * C))
-    segments = zip(*([None] * -(-T // tokens) if x is None else x.split(tokens, dim=1) for x in (q, *others)))
+    segments = zip(
+        *([None] * -(-T // tokens) if x is None else x.split(tokens, dim=1) for x in (q, *others))
+    )
     outputs = []
     for segment in segments:
         o, S = op(C, S, segment, scale)
@@ -80,7 +84,9 @@ def rows_by_head(x: Tensor, k: Tensor) -> Tensor:
     return x.unflatten(-2, (-1, k.shape[-2]))
 
 
-def add_product(S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None, *, in_place: bool = False) -> Tensor:
+def add_product(
+    S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None, *, in_place: bool = False
+) -> Tensor:
     """decay S + a b for states [B, K, V]; if S has a wider dtype than a and b, their product is rounded once."""
     if decay is not None:
         S = S.mul_(decay) if in_place else decay * S
@@ -127,13 +133,16 @@ def vector_decays(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tens
     Returns:
         A [..., C, C], q decayed from the start of the chunk, k to its end, and the whole chunk's decay [..., 1, K].
     """
-    scores, whole = (q * k).sum(-1)[..., None, None], g.exp()[..., None, :]  # for each block: [..., C / s, s, s or K]
-    x, y = q[..., None, :] * whole, k[..., None, :]
+    scores = (q * k).sum(-1)[..., None, None]
+    whole = g.exp()[..., None, :]  # for each block: [..., C / s, s, s or K]
+    x = q[..., None, :] * whole
+    y = k[..., None, :]
     while scores.shape[-1] < q.shape[-2]:
         (x_early, x_late), (y_early, y_late) = _halves(x), _halves(y)
         (early, late), (first, second) = _halves(scores), _halves(whole)
         scores = _join(early, late, x_late.to(q.dtype) @ y_early.to(k.dtype).mT)
-        x, y = torch.cat([x_early, first * x_late], dim=-2), torch.cat([second * y_early, y_late], dim=-2)
+        x = torch.cat([x_early, first * x_late], dim=-2)
+        y = torch.cat([second * y_early, y_late], dim=-2)
         whole = first * second
     return scores[..., 0, :, :], x[..., 0, :, :], y[..., 0, :, :], whole[..., 0, :, :]
 
@@ -159,9 +168,13 @@ def _halves(blocks: Tensor) -> tuple[Tensor, ...]:
 
 def _join(early: Tensor, late: Tensor, across: Tensor) -> Tensor:
     """[[early, 0], [across, late]], each [..., n, s, s]."""
-    return torch.cat([F.pad(early, (0, early.shape[-1])), torch.cat([across, late], dim=-1)], dim=-2)
+    return torch.cat(
+        [F.pad(early, (0, early.shape[-1])), torch.cat([across, late], dim=-1)], dim=-2
+    )
 
 
 def _diagonal_blocks(A: Tensor, s: int) -> Tensor:
     """[..., C, C] -> [..., C // s, s, s]."""
-    return A.unflatten(-2, (-1, s)).unflatten(-1, (-1, s)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    return (
+        A.unflatten(-2, (-1, s)).unflatten(-1, (-1, s)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    )

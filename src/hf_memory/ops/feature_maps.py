@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import wide
+from hf_memory.ops.precision import upcast
 
 FEATURE_MAPS = ("elu", "relu", "identity", "exp", "dpfp", "hedgehog", "taylor", "favor", "rfa")
-RANDOM_FEATURE_MAPS = ("favor", "rfa")  # these need a random projection, which is saved with the model
+RANDOM_FEATURE_MAPS = (
+    "favor",
+    "rfa",
+)  # these need a random projection, which is saved with the model
 DPFP_ROLLS = 3  # shifted products of "dpfp"
 NOTHING = -1e30  # the maximum over no token; finite, so that differences are finite
 
@@ -31,7 +34,7 @@ def identity(x: Tensor) -> Tensor:
 
 def exp(x: Tensor) -> Tensor:
     """e^x in each channel."""
-    return wide(x).exp().to(x.dtype)
+    return upcast(x).exp().to(x.dtype)
 
 
 def dpfp(x: Tensor, nu: int = DPFP_ROLLS) -> Tensor:
@@ -59,7 +62,7 @@ def hedgehog(x: Tensor, weight: Tensor) -> Tensor:
         [B, T, H, 2 * F].
     """
     y = torch.bmm(x.flatten(0, 1).transpose(0, 1), weight.to(x.dtype))  # [H, B * T, F]
-    y = wide(y).transpose(0, 1).unflatten(0, x.shape[:2])
+    y = upcast(y).transpose(0, 1).unflatten(0, x.shape[:2])
     return torch.cat([y, -y], dim=-1).softmax(dim=-1).to(x.dtype)
 
 
@@ -89,7 +92,7 @@ def rfa(x: Tensor, projection: Tensor) -> Tensor:
     Returns:
         [..., 2 * F]; products may be negative.
     """
-    unit = F.normalize(wide(x), dim=-1)
+    unit = F.normalize(upcast(x), dim=-1)
     angle = unit @ projection.to(unit.dtype).mT
     return (torch.cat([angle.sin(), angle.cos()], dim=-1) * projection.shape[0] ** -0.5).to(x.dtype)
 
@@ -151,7 +154,7 @@ def favor_key(
 
 def _favor_exponents(x: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
     """W x [..., F] and |x|^2 / 2 [..., 1] in float32 or wider, with x scaled as in softmax attention."""
-    x = wide(x) * x.shape[-1] ** -0.25
+    x = upcast(x) * x.shape[-1] ** -0.25
     return x @ projection.to(x.dtype).mT, x.square().sum(-1, keepdim=True) / 2
 
 
@@ -162,7 +165,9 @@ def _restarting_cummax(m: Tensor, starts: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def orthogonal_projection(features: int, dim: int, generator: torch.Generator | None = None) -> Tensor:
+def orthogonal_projection(
+    features: int, dim: int, generator: torch.Generator | None = None
+) -> Tensor:
     """A projection [features, dim] in float32: rows are orthogonal in blocks of `dim`, and as long as Gaussian rows.
 
     Its kernel estimate has less variance than with independent rows (https://arxiv.org/abs/2009.14794, section 3.3).

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import wide
+from hf_memory.ops.precision import upcast
 
 PARTS = 3  # of c: two of 8 bits, and the rest
 UNIT = 64.0  # of what channels hold, a power of two, so that float16 has large c too
@@ -25,7 +25,9 @@ class GateChannels(NamedTuple):
     plain: int  # number of the channels before them
     scaling: float  # of the products of queries and keys
 
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, c: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, c: Tensor, channels: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, D], k and v [B, T, H, D] with so many channels, of which c [B, T, HQ] takes those after D."""
         parts = []
         rest = c / UNIT
@@ -40,9 +42,10 @@ class GateChannels(NamedTuple):
 
     def decay(self, q: Tensor, k: Tensor) -> Tensor:
         """c_i - c_j [..., G, C, S] in float32, of queries [..., G, C, channels] and keys [..., S, channels]."""
-        G, D = q.shape[-3], self.plain
-        of_queries = wide(q[..., D : D + PARTS])
-        of_keys = wide(k[..., D : D + G * PARTS]).unflatten(-1, (G, PARTS)).transpose(-3, -2)
+        G = q.shape[-3]
+        D = self.plain
+        of_queries = upcast(q[..., D : D + PARTS])
+        of_keys = upcast(k[..., D : D + G * PARTS]).unflatten(-1, (G, PARTS)).transpose(-3, -2)
         first = of_queries[..., :1] - of_keys[..., :1].mT
         others = (x[..., 1:].sum(-1, keepdim=True) for x in (of_queries, of_keys))
         of_queries, of_keys = others
@@ -51,8 +54,13 @@ class GateChannels(NamedTuple):
     def of_one_product(self, q: Tensor, groups: int) -> Tensor:
         """Queries [B, T, HQ, channels] whose product with keys is theirs, minus c_j: for fused attention, which has
         products in float32, and does not need c_i."""
-        D, HQ = self.plain, q.shape[2]
-        reads = torch.eye(groups, dtype=q.dtype, device=q.device).repeat_interleave(PARTS, 1).repeat(HQ // groups, 1)
+        D = self.plain
+        HQ = q.shape[2]
+        reads = (
+            torch.eye(groups, dtype=q.dtype, device=q.device)
+            .repeat_interleave(PARTS, 1)
+            .repeat(HQ // groups, 1)
+        )
         reads = F.pad(reads * (-UNIT / self.scaling), (0, q.shape[-1] - D - reads.shape[1]))
         return torch.cat([q[..., :D], reads.expand(*q.shape[:2], -1, -1)], -1)
 

@@ -15,7 +15,9 @@ class Tokens(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
         """Apply a function to positions and sequences."""
-        return Tokens(change(self.position), None if self.sequence is None else change(self.sequence))
+        return Tokens(
+            change(self.position), None if self.sequence is None else change(self.sequence)
+        )
 
     def of(self, columns: slice) -> "Tokens":
         """Some of the columns."""
@@ -75,7 +77,11 @@ def segments(length: int, before: int) -> Mask:
 
 def slots_before(length: int, before: int, reach: int) -> Mask:
     """Slots whose last token is one of the `reach` tokens before those that `segments` sees."""
-    return Mask(lambda q, k: (k < q // length * length - before) & (k >= q // length * length - before - reach))
+    return Mask(
+        lambda q, k: (
+            (k < q // length * length - before) & (k >= q // length * length - before - reach)
+        )
+    )
 
 
 def multiples(stride: int) -> Mask:
@@ -102,7 +108,8 @@ def bigbird(size: int, blocks: int, seed: int) -> Mask:
     """The token's block, the one before, the first, and random ones between these. https://arxiv.org/abs/2007.14062."""
 
     def sees(q: Tensor, k: Tensor) -> Tensor:
-        ask, asked = q // size, k // size
+        ask = q // size
+        asked = k // size
         result = (ask - asked <= 1) | (asked == 0)
         for i in range(blocks):
             result = result | (asked == random_block(ask, i, seed))
@@ -149,7 +156,8 @@ def packed(cu_seqlens: Tensor, length: int) -> Tokens:
 
 def seen(mask: Mask, queries: Tokens, keys: Tokens) -> Tensor:
     """Which keys each query sees, [B, 1, T, S] bool, within its sequence; padding neither sees nor is seen."""
-    q, k = queries.position.int()[:, None, :, None], keys.position.int()[:, None, None, :]
+    q = queries.position.int()[:, None, :, None]
+    k = keys.position.int()[:, None, None, :]
     result = mask.sees(q, k) & (k >= 0) & (q >= 0)
     if keys.sequence is not None and queries.sequence is not None:
         result = result & (queries.sequence[:, None, :, None] == keys.sequence[:, None, None, :])

@@ -52,12 +52,21 @@ class Conversation:
         seed: int = 0,
     ):
         if system is not None and (tokenizer.chat_template is None or cache is not None):
-            missing = "a tokenizer without a chat template" if cache is None else "a memory of an earlier conversation"
+            missing = (
+                "a tokenizer without a chat template"
+                if cache is None
+                else "a memory of an earlier conversation"
+            )
             raise ValueError(f"system must be None with {missing}, got {system!r}")
         if cache is not None:
             _check_cache(cache, model)
-        self.model, self.tokenizer, self.cache, self.system = model, tokenizer, cache, system
-        self.max_new_tokens, self.options, self.seed = max_new_tokens, options or {}, seed
+        self.model = model
+        self.tokenizer = tokenizer
+        self.cache = cache
+        self.system = system
+        self.max_new_tokens = max_new_tokens
+        self.options = options or {}
+        self.seed = seed
         self.unread: list[int] = []  # tokens of the conversation that the cache has not read
 
     def answer(self, line: str) -> Generator[int, None, None]:
@@ -75,7 +84,9 @@ class Conversation:
         try:
             for token, cache in self._continued(unread, seed):
                 answered.append(token)
-                if cache is not None:  # the answer ends, and the cache has read all of it but this token
+                if (
+                    cache is not None
+                ):  # the answer ends, and the cache has read all of it but this token
                     self.cache = cache
                     unread = []
                     answered = [token]
@@ -96,19 +107,24 @@ class Conversation:
             self.cache = cache
             self.unread = []
         if self.cache is None:
-            raise ValueError("a conversation must have at least one message before its memory can be taken")
+            raise ValueError(
+                "a conversation must have at least one message before its memory can be taken"
+            )
         return self.cache
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self.cache, self.unread = None, []
+        self.cache = None
+        self.unread = []
 
     @torch.no_grad()
     def _continued(self, unread: list[int], seed: int) -> Iterator[tuple[int, DynamicCache | None]]:
         """The tokens that follow, one by one, and beside the last one the cache that has read those before it."""
         model = self.model
         config = _generation_config(model, len(unread), self.max_new_tokens, self.options)
-        processors = model._get_logits_processor(config, input_ids_seq_length=len(unread), device=model.device)
+        processors = model._get_logits_processor(
+            config, input_ids_seq_length=len(unread), device=model.device
+        )
         ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
         generator = torch.Generator().manual_seed(seed)
         cache = self._own_cache()
@@ -131,7 +147,9 @@ class Conversation:
         """Tokens as the model reads them, [1, T]."""
         size = self.model.config.vocab_size
         if max(tokens) >= size:
-            raise ValueError(f"tokenizer must have at most the model's {size} tokens, got token {max(tokens)}")
+            raise ValueError(
+                f"tokenizer must have at most the model's {size} tokens, got token {max(tokens)}"
+            )
         return torch.tensor([tokens], device=self.model.device)
 
     def _own_cache(self) -> DynamicCache:
@@ -140,7 +158,8 @@ class Conversation:
 
     def _turn(self, line: str) -> list[int]:
         """The tokens between the last answer and the next one."""
-        user, begins = {"role": "user", "content": line}, self.cache is None and not self.unread
+        user = {"role": "user", "content": line}
+        begins = self.cache is None and not self.unread
         if self.tokenizer.chat_template is None:
             return self.tokenizer(line, add_special_tokens=begins)["input_ids"]
         if begins:
@@ -149,7 +168,9 @@ class Conversation:
         text, start = self._text([*EXCHANGE, user], add_generation_prompt=True)
         closed, end = self._text(EXCHANGE)
         closing = closed[end:]
-        return self._tokens(text, start + len(closing) if text.startswith(closing, start) else start)
+        return self._tokens(
+            text, start + len(closing) if text.startswith(closing, start) else start
+        )
 
     def _closed(self, answered: list[int]) -> list[int]:
         """The tokens that end an answer in the template, without those that the answer already has."""
@@ -173,7 +194,11 @@ class Conversation:
         if not self.tokenizer.is_fast:  # it has no offsets of tokens
             return self.tokenizer(text[start:], add_special_tokens=False)["input_ids"]
         read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return [token for token, (begin, _) in zip(read["input_ids"], read["offset_mapping"]) if begin >= start]
+        return [
+            token
+            for token, (begin, _) in zip(read["input_ids"], read["offset_mapping"])
+            if begin >= start
+        ]
 
 
 @torch.no_grad()
@@ -182,7 +207,9 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
     return model(ids, **{cache_name(model): cache}, logits_to_keep=1).logits[:, -1]
 
 
-def _generation_config(model: PreTrainedModel, length: int, new_tokens: int, options: dict) -> GenerationConfig:
+def _generation_config(
+    model: PreTrainedModel, length: int, new_tokens: int, options: dict
+) -> GenerationConfig:
     """The model's generation config with these options, as in `generate`."""
     config, unknown = model._prepare_generation_config(None, **options)
     if unknown:
@@ -199,6 +226,9 @@ def _generation_config(model: PreTrainedModel, length: int, new_tokens: int, opt
 
 def _check_cache(cache: DynamicCache, model: PreTrainedModel) -> None:
     check_layers(cache, model)
-    texts = {layer.batch_size if isinstance(layer, MemoryLayer) else len(layer.keys) for layer in cache.layers}
+    texts = {
+        layer.batch_size if isinstance(layer, MemoryLayer) else len(layer.keys)
+        for layer in cache.layers
+    }
     if texts != {1}:
         raise ValueError(f"cache must be of one text, got one of {max(texts)}")

@@ -24,7 +24,12 @@ from hf_memory.modeling.base import MemoryDecoderLayer
 FORMAT = "hf_memory memory 2"
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit numbers
 LARGEST = 1e19  # numbers whose squares overflow in float32 are no state
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes of states of numbers
+FLOATS = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)  # dtypes of states of numbers
 HEADER = {"format", "model", "fingerprint", "tokens_read", "layers", "checksum"}
 
 
@@ -50,7 +55,11 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
             memory_layer(cache, i).catch_up(mixer.mix_inputs)
     if not all(layer.is_initialized for layer in cache.layers):
         raise ValueError("cache must have read tokens with this model, got one with an empty layer")
-    tensors = {f"{i}.{name}": x.contiguous() for i, layer in enumerate(cache.layers) for name, x in _tensors(layer)}
+    tensors = {
+        f"{i}.{name}": x.contiguous()
+        for i, layer in enumerate(cache.layers)
+        for name, x in _tensors(layer)
+    }
     header = {
         "format": FORMAT,
         "model": model.config.name_or_path or type(model).__name__,
@@ -77,7 +86,9 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
         ValueError: if the file is damaged, is not a memory, or belongs to another model.
         OSError: if it cannot be read.
     """
-    path, cache, specs = Path(path), DynamicCache(config=model.config), model.config.state_specs
+    path = Path(path)
+    cache = DynamicCache(config=model.config)
+    specs = model.config.state_specs
     header, tensors = _read(path, cache, model)
     tokens_read = int(header["tokens_read"])
     for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
@@ -91,7 +102,8 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
             layer.fill(own, tokens_read)
         else:
             layer.lazy_initialization(own["keys"], own["values"])
-            layer.keys, layer.values = own["keys"], own["values"]
+            layer.keys = own["keys"]
+            layer.values = own["values"]
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = tokens_read
     return cache
@@ -103,21 +115,28 @@ def _check_file(path: Path) -> None:
     check_regular("path", path)
 
 
-def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read(
+    path: Path, cache: Cache, model: PreTrainedModel
+) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and the tensors of a file; nothing is read before the metadata and all shapes are those expected."""
     _check_file(path)
     try:
         with safe_open(path, framework="pt") as file:
-            header, names = file.metadata() or {}, list(file.keys())
+            header = file.metadata() or {}
+            names = list(file.keys())
             _check_header(path, header, cache, model)
             found = {name: file.get_slice(name).get_shape() for name in names}
             expected = _expected(cache, model.config.state_specs, int(header["tokens_read"]))
             if found.keys() != expected.keys():
-                raise ValueError(f"{path} must have the states {', '.join(expected)}, got {', '.join(found) or 'none'}")
+                raise ValueError(
+                    f"{path} must have the states {', '.join(expected)}, got {', '.join(found) or 'none'}"
+                )
             texts = max([1], next(iter(found.values()))[:1])
             for name, shape in found.items():
                 if shape != (whole := texts + expected[name]):
-                    raise ValueError(f"{path} must have a state {name} of the shape {whole}, got {shape}")
+                    raise ValueError(
+                        f"{path} must have a state {name} of the shape {whole}, got {shape}"
+                    )
             tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or is not a memory: {error}") from error
@@ -132,12 +151,20 @@ def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTr
     if not header.keys() >= HEADER:
         raise ValueError(f"{path} is damaged or was changed after it was written")
     if header["fingerprint"] != model_fingerprint(model, torch.bfloat16):
-        raise ValueError(f"{path} is a memory of another model or of other weights: it was made by {header['model']}")
+        raise ValueError(
+            f"{path} is a memory of another model or of other weights: it was made by {header['model']}"
+        )
     if header["layers"] != _kinds(cache):
         raise ValueError(f"{path} must have layers {_kinds(cache)}, got {header['layers']}")
     given = header["tokens_read"]
-    if not given.isdecimal() or len(given) > len(str(MOST_TOKENS)) or not 0 < int(given) <= MOST_TOKENS:
-        raise ValueError(f"{path} must have read from 1 to {MOST_TOKENS} tokens, got {given[:40]} tokens")
+    if (
+        not given.isdecimal()
+        or len(given) > len(str(MOST_TOKENS))
+        or not 0 < int(given) <= MOST_TOKENS
+    ):
+        raise ValueError(
+            f"{path} must have read from 1 to {MOST_TOKENS} tokens, got {given[:40]} tokens"
+        )
 
 
 def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, list[int]]:
@@ -146,7 +173,11 @@ def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, li
     for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
         for name, state in spec.items():
             before = 0 if isinstance(layer, MemoryLayer) else 1
-            shapes[f"{i}.{name}"] = [*state.shape[:before], *state.places(tokens_read), *state.shape[before:]]
+            shapes[f"{i}.{name}"] = [
+                *state.shape[:before],
+                *state.places(tokens_read),
+                *state.shape[before:],
+            ]
     return shapes
 
 
@@ -156,10 +187,18 @@ def _fault(x: Tensor, state: State, tokens_read: int) -> str | None:
     if x.dtype not in (FLOATS if declared.is_floating_point else (declared,)):
         return f"of {declared}, got {x.dtype}"
     if x.is_floating_point():
-        return None if (x.abs() <= LARGEST).all() else f"of finite numbers, at most {LARGEST:.0e}, got others"
+        return (
+            None
+            if (x.abs() <= LARGEST).all()
+            else f"of finite numbers, at most {LARGEST:.0e}, got others"
+        )
     largest = tokens_read if state.largest is None else state.largest
     is_possible = ((x >= state.absent) & (x <= largest)).all()
-    return None if is_possible else f"of numbers from {state.absent} to {largest}, got {x.min()} to {x.max()}"
+    return (
+        None
+        if is_possible
+        else f"of numbers from {state.absent} to {largest}, got {x.min()} to {x.max()}"
+    )
 
 
 def _kinds(cache: Cache) -> str:
@@ -167,7 +206,9 @@ def _kinds(cache: Cache) -> str:
 
 
 def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps({n: x for n, x in header.items() if n != "checksum"}, sort_keys=True).encode())
+    digest = hashlib.sha256(
+        json.dumps({n: x for n, x in header.items() if n != "checksum"}, sort_keys=True).encode()
+    )
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         digest.update(x.detach().cpu().flatten().view(torch.uint8).numpy())
@@ -189,4 +230,6 @@ def check_layers(cache: Cache, model: PreTrainedModel) -> None:
     kinds = [type(layer).__name__ for layer in DynamicCache(config=model.config).layers]
     given = [type(layer).__name__ for layer in cache.layers]
     if given != kinds:
-        raise ValueError(f"cache must be a DynamicCache(config=model.config), with layers {kinds}, got {given}")
+        raise ValueError(
+            f"cache must be a DynamicCache(config=model.config), with layers {kinds}, got {given}"
+        )

@@ -48,13 +48,18 @@ class DistillationTrainer(StageTrainer):
         self.teacher: Any = teacher
         self.temperature = temperature
         self.cross_entropy = cross_entropy
-        self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = True, False  # the Trainer counts targets
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = False  # the Trainer counts targets
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss; with `return_outputs` also the student's outputs, without logits."""
-        targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100).flatten()  # what each token must predict
+        targets = F.pad(
+            inputs["labels"][:, 1:], (0, 1), value=-100
+        ).flatten()  # what each token must predict
         kept = (targets != -100).nonzero().squeeze(1)
-        parts = self.accelerator.num_processes * (self.current_gradient_accumulation_steps if model.training else 1)
+        parts = self.accelerator.num_processes * (
+            self.current_gradient_accumulation_steps if model.training else 1
+        )
         count = len(kept) if num_items_in_batch is None else num_items_in_batch / parts
         loss_of = self.loss_of(inputs, targets[kept], kept)
         loss_from = lambda head, x: sliced_loss(head, x, loss_of, kept) / count  # noqa: E731
@@ -64,13 +69,16 @@ class DistillationTrainer(StageTrainer):
 
     def loss_of(self, inputs: dict[str, Tensor], targets: Tensor, kept: Tensor) -> LossOfTokens:
         """The parts of the loss of a batch, summed over `targets` [n], which the tokens at places `kept` predict."""
-        part, parts = self.cross_entropy, []
+        part = self.cross_entropy
+        parts = []
         if part < 1:
             parts.append((1 - part, self.divergence(inputs, kept)))
         if part > 0:
             text: LossOfTokens = lambda logits, where: cross_entropy(logits, targets[where])  # noqa: E731
             parts.append((part, text))
-        return lambda logits, where: torch.stack([weight * loss(logits, where) for weight, loss in parts]).sum()
+        return lambda logits, where: torch.stack(
+            [weight * loss(logits, where) for weight, loss in parts]
+        ).sum()
 
     def divergence(self, inputs: dict[str, Tensor], kept: Tensor) -> LossOfTokens:
         """The divergence from the teacher's predictions, for which the teacher runs here."""

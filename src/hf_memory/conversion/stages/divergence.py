@@ -11,18 +11,25 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.sharding import is_sharded
 from hf_memory.decoding.parts import head
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 
-SLICE, BLOCK = 2**24, 2**18  # largest number of logits in a slice, and of logits that are compared in float32 at once
+SLICE = 2**24
+BLOCK = (
+    2**18
+)  # largest number of logits in a slice, and of logits that are compared in float32 at once
 
 LossOfTokens = Callable[[Tensor, slice], Tensor]
 """The sum of a loss over tokens, of their logits [n, V] and of where they stand among the tokens of the loss."""
 
 
-def last_hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+def last_hidden_states(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None = None
+) -> Tensor:
     """The input of `head`, [B, T, hidden_size]. The whole model is called, so that hooks on it run."""
     seen: list[Tensor] = []
-    with model.base_model.register_forward_hook(lambda _, args, output: seen.append(output.last_hidden_state)):
+    with model.base_model.register_forward_hook(
+        lambda _, args, output: seen.append(output.last_hidden_state)
+    ):
         model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1)
     return seen[0]
 
@@ -53,7 +60,9 @@ def sliced_loss(
     hidden_states = hidden_states if kept is None else hidden_states[kept]
     places = slices(number, model.config.vocab_size, len(hidden_states))
     if is_sharded():  # FSDP gathers the head's weights only during its own forward and backward
-        checkpointed = partial(checkpoint, lambda x, where: loss(head(model, x), where), use_reentrant=False)
+        checkpointed = partial(
+            checkpoint, lambda x, where: loss(head(model, x), where), use_reentrant=False
+        )
         return torch.stack([checkpointed(hidden_states[where], where) for where in places]).sum()
     parameters = [x for x in model.get_output_embeddings().parameters() if x.requires_grad]
     return _SlicedLoss.apply(model, loss, places, hidden_states, *parameters)
@@ -64,9 +73,10 @@ class _SlicedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, model, loss, places, hidden_states, *parameters):
-        learns, total = any(ctx.needs_input_grad), 0.0
+        learns = any(ctx.needs_input_grad)
+        total = 0.0
         d_hidden = torch.zeros_like(hidden_states)
-        sums = [torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in parameters]
+        sums = [torch.zeros_like(x, dtype=upcast(x[:0]).dtype) for x in parameters]
         for where in places:
             x = hidden_states[where].detach().requires_grad_(learns)
             with torch.set_grad_enabled(learns):
@@ -76,7 +86,9 @@ class _SlicedLoss(torch.autograd.Function):
                 d_hidden[where], *found = torch.autograd.grad(part, (x, *parameters))
                 for gradient, more in zip(sums, found):
                     gradient += more
-        ctx.save_for_backward(d_hidden, *(x.to(parameter.dtype) for x, parameter in zip(sums, parameters)))
+        ctx.save_for_backward(
+            d_hidden, *(x.to(parameter.dtype) for x, parameter in zip(sums, parameters))
+        )
         return total
 
     @staticmethod
@@ -94,7 +106,9 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, student, teacher, temperature):
-        rows, total, gradient = max(1, BLOCK // student.shape[-1]), 0.0, torch.empty_like(student)
+        rows = max(1, BLOCK // student.shape[-1])
+        total = 0.0
+        gradient = torch.empty_like(student)
         for s, t, d in zip(*(x.split(rows) for x in (student, teacher, gradient))):
             log_q, log_p = (tempered(x, temperature).log_softmax(-1) for x in (s, t))
             part, found = _forward(log_p, log_q)
@@ -118,9 +132,9 @@ def _forward(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
     """Logits divided by the temperature, in float32 or float64."""
-    return wide(logits) if temperature == 1 else wide(logits) / temperature
+    return upcast(logits) if temperature == 1 else upcast(logits) / temperature
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The negative log-likelihood of labels [n] with logits [n, V], summed over those that are not -100."""
-    return F.cross_entropy(wide(logits), labels, reduction="sum")
+    return F.cross_entropy(upcast(logits), labels, reduction="sum")

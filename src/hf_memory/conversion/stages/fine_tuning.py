@@ -14,7 +14,12 @@ from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.recipe import Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes
-from hf_memory.conversion.stages.trainer import StageTrainer, new_parameters, only_these_learn, run_trainer
+from hf_memory.conversion.stages.trainer import (
+    StageTrainer,
+    new_parameters,
+    only_these_learn,
+    run_trainer,
+)
 from hf_memory.files.folders import written
 from hf_memory.files.text import Text, check_length, check_tokens
 from hf_memory.modeling.checks import check
@@ -60,7 +65,8 @@ def fine_tune(
     check_fine_tuning(tokens, student.config, schedule)
     if adapter and lora_rank is None:
         raise ValueError(f"adapter must not be given without lora_rank, got {adapter}")
-    use_cache, data = student.config.use_cache, TokenWindows(tokens, schedule, seed)
+    use_cache = student.config.use_cache
+    data = TokenWindows(tokens, schedule, seed)
     belongs_to = {"student": student, "lora_rank": lora_rank}
     with nullcontext(student) if lora_rank is None else lora(student, lora_rank, seed) as learner:
         losses = run_trainer(StageTrainer, learner, data, FINE_TUNING, run, belongs_to)
@@ -77,13 +83,16 @@ def fine_tune(
 @contextmanager
 def trained(student: PreTrainedModel, train: str, seed: int) -> Iterator[None]:
     """A context in which only those weights of a student learn that a recipe's `train` names."""
-    rank, own = lora_rank_of(train), own_learners(student, train)
+    rank = lora_rank_of(train)
+    own = own_learners(student, train)
     with only_these_learn(student, own) if rank is None else lora(student, rank, seed, beside=own):
         yield
 
 
 @contextmanager
-def lora(model: PreTrainedModel, rank: int, seed: int, *, beside: Collection[nn.Parameter] = ()) -> Iterator[PeftModel]:
+def lora(
+    model: PreTrainedModel, rank: int, seed: int, *, beside: Collection[nn.Parameter] = ()
+) -> Iterator[PeftModel]:
     """A model with LoRA, as a context; the updates are merged into its weights if no exception was raised.
 
     Args:
@@ -96,9 +105,15 @@ def lora(model: PreTrainedModel, rank: int, seed: int, *, beside: Collection[nn.
     whole = [name for name, x in linears(model).items() if x.weight in beside]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        how: dict = {"target_modules": "all-linear", "exclude_modules": whole or None, "task_type": "CAUSAL_LM"}
+        how: dict = {
+            "target_modules": "all-linear",
+            "exclude_modules": whole or None,
+            "task_type": "CAUSAL_LM",
+        }
         config = LoraConfig(r=rank, lora_alpha=2 * rank, **how)
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft asks for an old name
+        with warnings.catch_warnings(
+            action="ignore", category=FutureWarning
+        ):  # peft asks for an old name
             learner = get_peft_model(model, config)
     for x in beside:
         x.requires_grad_()
@@ -115,12 +130,15 @@ def lora(model: PreTrainedModel, rank: int, seed: int, *, beside: Collection[nn.
 def linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The layers that LoRA changes, by name."""
     last = model.get_output_embeddings()
-    return {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear) and x is not last}
+    return {
+        name: x for name, x in model.named_modules() if isinstance(x, nn.Linear) and x is not last
+    }
 
 
 def own_learners(student: PreTrainedModel, train: str) -> set[nn.Parameter]:
     """The parameters that are trained themselves, without LoRA, by a recipe's `train`."""
-    everything, new = set(student.parameters()), new_parameters(student)
+    everything = set(student.parameters())
+    new = new_parameters(student)
     if train == "all":
         return everything
     if train != "attention":
@@ -133,7 +151,9 @@ def own_learners(student: PreTrainedModel, train: str) -> set[nn.Parameter]:
 def num_learned(model: PreTrainedModel, rank: int | None, beside: Collection[nn.Parameter]) -> int:
     """The number of parameters that are trained: those of LoRA, if it has a rank, and those `beside`."""
     updated = [x for x in linears(model).values() if x.weight not in beside] if rank else []
-    return sum((rank or 0) * (x.in_features + x.out_features) for x in updated) + sum(x.numel() for x in beside)
+    return sum((rank or 0) * (x.in_features + x.out_features) for x in updated) + sum(
+        x.numel() for x in beside
+    )
 
 
 def check_fine_tuning(tokens: Text | Tensor, config: PreTrainedConfig, schedule: Schedule) -> None:
@@ -150,5 +170,7 @@ def check_fine_tuning(tokens: Text | Tensor, config: PreTrainedConfig, schedule:
     positions = getattr(config, "max_position_embeddings", None)
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     is_known = not positions or schedule.length <= positions or kind in ("default", "linear")
-    expected = f"at most the model's {positions} positions, which its RoPE of type {kind} is made for"
+    expected = (
+        f"at most the model's {positions} positions, which its RoPE of type {kind} is made for"
+    )
     check(is_known, "length", expected, schedule.length)

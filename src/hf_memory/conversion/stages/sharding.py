@@ -27,7 +27,10 @@ def processes() -> PartialState:
 
 def is_sharded() -> bool:
     """Whether models are sharded over several processes within a stage."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and processes().num_processes > 1
+    return (
+        os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        and processes().num_processes > 1
+    )
 
 
 def whole(x: Tensor) -> Tensor:

@@ -13,14 +13,19 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
 
-from hf_memory.conversion.claims import check_checkpoint, claim, last_whole_checkpoint, reading_checkpoint
+from hf_memory.conversion.claims import (
+    check_checkpoint,
+    claim,
+    last_whole_checkpoint,
+    reading_checkpoint,
+)
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes, sharded_learner, whole
 from hf_memory.convertible import Convertible
 from hf_memory.files.folders import written
-from hf_memory.files.memory import memory_held
+from hf_memory.files.ram import memory_held
 from hf_memory.files.text import Text
 from hf_memory.progress import History, Progress
 
@@ -32,7 +37,8 @@ class Reporter(TrainerCallback):
     """A callback that reports the progress of a stage."""
 
     def __init__(self, run: Run, schedule: Schedule):
-        self.run, self.schedule = run, schedule
+        self.run = run
+        self.schedule = schedule
         self.loss = self.eval_loss = None
         self.memory = 0
 
@@ -42,14 +48,17 @@ class Reporter(TrainerCallback):
 
     def on_log(self, args, state, control, logs, **kwargs):
         """Remember the latest losses."""
-        self.loss, self.eval_loss = (logs.get(name, x) for name, x in zip(LOSSES, (self.loss, self.eval_loss)))
+        self.loss, self.eval_loss = (
+            logs.get(name, x) for name, x in zip(LOSSES, (self.loss, self.eval_loss))
+        )
 
     def on_step_end(self, args, state, control, **kwargs):
         """Report the step."""
         self._report(args, state)
 
     def _report(self, args, state) -> None:
-        done, self.memory = state.global_step, max(self.memory, memory_held())
+        done = state.global_step
+        self.memory = max(self.memory, memory_held())
         tokens = self.schedule.batch_size * self.schedule.length_in(max(0, done - 1))
         now = Progress(args.run_name, done, state.max_steps, tokens, self.loss, self.eval_loss)
         self.run.report(now._replace(later=self.run.later, memory=self.memory))
@@ -65,12 +74,15 @@ class StageTrainer(Trainer):
         """The Trainer's optimizer, with a separate learning rate for parts that the teacher does not have."""
         if self.optimizer is not None or self.memory_factor == 1:
             return super().create_optimizer(model)
-        optimizer, learner = super().create_optimizer(model), self.model if model is None else model
+        optimizer = super().create_optimizer(model)
+        learner = self.model if model is None else model
         memories = new_parameters(learner)  # type: ignore[arg-type]
         for group in list(optimizer.param_groups):
             own = [x for x in group["params"] if x in memories]
             group["params"] = [x for x in group["params"] if x not in memories]
-            optimizer.add_param_group({**group, "params": own, "lr": self.memory_factor * group["lr"]})
+            optimizer.add_param_group(
+                {**group, "params": own, "lr": self.memory_factor * group["lr"]}
+            )
         return optimizer
 
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -86,7 +98,8 @@ class StageTrainer(Trainer):
         loss = super().training_step(model, *args, **kwargs)
         norm = get_total_norm([x.grad for x in model.parameters() if x.grad is not None])
         if not (loss + whole(norm).to(loss.device)).isfinite():
-            step, name = self.state.global_step + 1, self.args.run_name
+            step = self.state.global_step + 1
+            name = self.args.run_name
             raise ValueError(
                 f"loss and gradients must be finite, got loss {loss:g} in step {step} of {name}; {not_finite(model)}"
             )
@@ -140,7 +153,9 @@ def not_finite(model: nn.Module) -> str:
     for name, weight in model.named_parameters():
         if not whole(weight).isfinite().all():
             return f"the weight {name} is not finite"
-    for name, weight in reversed(list(model.named_parameters())):  # in the order of the backward pass
+    for name, weight in reversed(
+        list(model.named_parameters())
+    ):  # in the order of the backward pass
         if weight.grad is not None and not whole(weight.grad).isfinite().all():
             return f"weights are finite, the gradient of {name} is not"
     return "weights and gradients are finite"
@@ -195,15 +210,23 @@ def run_trainer(
     output = nullcontext(run.checkpoints) if run.checkpoints else tempfile.TemporaryDirectory()
     with output as folder, sharded_learner(model) as learner:
         saves = run.checkpoints or run.training.get("load_best_model_at_end")
-        save, use_cpu = "steps" if saves else "no", next(model.parameters()).device.type == "cpu"
-        own = {"run_name": name, "seed": data.seed, "output_dir": str(folder), "save_strategy": save}
+        save = "steps" if saves else "no"
+        use_cpu = next(model.parameters()).device.type == "cpu"
+        own = {
+            "run_name": name,
+            "seed": data.seed,
+            "output_dir": str(folder),
+            "save_strategy": save,
+        }
         args = run.arguments(schedule, use_cpu=use_cpu, **own)
         trainer = make_trainer(
             model=learner,
             args=args,
             train_dataset=data,
             eval_dataset=None if run.validation is None else data.for_evaluation(run.validation),
-            data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]},
+            data_collator=lambda rows: {
+                name: torch.stack([row[name] for row in rows]) for name in rows[0]
+            },
             callbacks=[Reporter(run, schedule), *run.callbacks],
             optimizers=(optimizer, None),
         )

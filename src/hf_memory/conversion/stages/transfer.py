@@ -34,11 +34,19 @@ class AttentionTransfer(nn.Module):
     def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
         super().__init__()
         mixers = {i: layer.mixer for i, layer in enumerate(student.model.layers)}
-        self.mixers = {i: mixer for i, mixer in mixers.items() if mixer.new_part is not None}  # others stay as they are
+        self.mixers = {
+            i: mixer for i, mixer in mixers.items() if mixer.new_part is not None
+        }  # others stay as they are
         self.learned = nn.ModuleDict({str(i): mixer.new_part for i, mixer in self.mixers.items()})
-        parts = [x for part in self.learned.values() for x in (part if isinstance(part, nn.ModuleList) else [part])]
+        parts = [
+            x
+            for part in self.learned.values()
+            for x in (part if isinstance(part, nn.ModuleList) else [part])
+        ]
         self._no_split_modules = sorted({type(part).__name__ for part in parts})
-        self._seen = lambda *read: attention_seen(teacher, *read)  # a submodule would be trained, saved and copied
+        self._seen = lambda *read: attention_seen(
+            teacher, *read
+        )  # a submodule would be trained, saved and copied
         self.checkpointing = False
 
     def forward(
@@ -46,7 +54,8 @@ class AttentionTransfer(nn.Module):
     ) -> dict[str, Tensor]:
         """The loss of tokens [B, T] without padding, which positions may pack; there is no use for labels."""
         losses = [
-            F.mse_loss(output.float(), target.float()) / reduce(target.float().square().mean(), "mean")
+            F.mse_loss(output.float(), target.float())
+            / reduce(target.float().square().mean(), "mean")
             for _, output, target in self.outputs(input_ids, position_ids)
         ]
         return {"loss": torch.stack(losses).sum()}
@@ -59,7 +68,8 @@ class AttentionTransfer(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor | None = None
     ) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
         """Each mixer, its output, and the output of the attention that it replaces, both [B, T, hidden_size]."""
-        seen, packed = self._seen(input_ids, position_ids), packed_boundaries(input_ids, None, position_ids, None, {})
+        seen = self._seen(input_ids, position_ids)
+        packed = packed_boundaries(input_ids, None, position_ids, None, {})
         for i, mixer in self.mixers.items():
             inputs, target = seen[i]
             run = partial(checkpoint, mixer, use_reentrant=False) if self.checkpointing else mixer
@@ -104,7 +114,8 @@ def attention_transfer(
     Returns:
         The losses, [{"step", "loss"}, ...].
     """
-    data, models = TokenWindows(tokens, schedule, seed), {"student": student, "teacher": teacher}
+    data = TokenWindows(tokens, schedule, seed)
+    models = {"student": student, "teacher": teacher}
     with sharded_teacher(teacher.eval()) as teacher:
         transfer = AttentionTransfer(student, teacher)
         with only_these_learn(student, transfer.parameters()):

@@ -17,10 +17,24 @@ from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 
 PREFIX = "hf_memory_"
-MEMORIES = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES if family.is_student}
-STUDENTS = {"attention": MEMORIES["transformer"], **MEMORIES}  # the first has attention over windows, and no memory
-HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # the teacher's head size, so that its projections fit
-OPEN = ("sliding_window", "attention_dropout", "initializer_range")  # options that may differ from the teacher's
+MEMORIES = {
+    family.config.model_type.removeprefix(PREFIX): family
+    for family in FAMILIES
+    if family.is_student
+}
+STUDENTS = {
+    "attention": MEMORIES["transformer"],
+    **MEMORIES,
+}  # the first has attention over windows, and no memory
+HEADS = (
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)  # the teacher's head size, so that its projections fit
+OPEN = (
+    "sliding_window",
+    "attention_dropout",
+    "initializer_range",
+)  # options that may differ from the teacher's
 ATTENTION = ("full_attention", "sliding_attention")  # layer types of teachers
 WINDOW = 256  # tokens that heads beside full heads see, or keep and see
 BLOCK = 16  # tokens that heads which keep some read at once
@@ -29,7 +43,9 @@ PRESETS: dict[str, dict] = {
     "linear": {"feature_map": "hedgehog"},  # learned to imitate softmax
     "gated": {"output_gate": "sigmoid"},  # starts half open; silu starts closed
     "deltanet": {"output_gate": "sigmoid"},
-    "deltaformer": {"beta_activation": "tanh"},  # beta starts at zero: the student equals its teacher
+    "deltaformer": {
+        "beta_activation": "tanh"
+    },  # beta starts at zero: the student equals its teacher
     "titans": {  # equals its teacher within its window; beyond it, one matrix learns faster than a deeper memory
         "memory_gate": "add",
         "memory_depth": 1,
@@ -38,9 +54,16 @@ PRESETS: dict[str, dict] = {
         "output_gate": "sigmoid",
     },
 }
-SERVABLE: dict[str, dict] = {  # options with which inference engines can run the student, for most teachers
+SERVABLE: dict[
+    str, dict
+] = {  # options with which inference engines can run the student, for most teachers
     "attention": {"attention_sinks": True},  # for teachers without q/k norm, with whole layers kept
-    "deltanet": {"gate": "scalar", "output_gate": "silu", "memory_rope": False, "memory_qk_norm": False},
+    "deltanet": {
+        "gate": "scalar",
+        "output_gate": "silu",
+        "memory_rope": False,
+        "memory_qk_norm": False,
+    },
     "gated": {"gate": "mamba2", "memory_rope": False},  # for teachers without q/k norm
 }
 
@@ -53,9 +76,12 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
         teacher: the teacher's config.
         length: tokens of the texts that they read.
     """
-    seen = [teacher.sliding_window if kind == "sliding_attention" else length for kind in layer_types(teacher)]
+    seen = [
+        teacher.sliding_window if kind == "sliding_attention" else length
+        for kind in layer_types(teacher)
+    ]
     replaced = [i for i, kind in enumerate(config.layer_types or ()) if kind in LAYER_TYPES]
-    return all(config.attends(i, length) == min(length, seen[i]) for i in replaced)
+    return all(config.exact_up_to(i, length) == min(length, seen[i]) for i in replaced)
 
 
 def can_have_windows(to: str) -> bool:
@@ -79,36 +105,52 @@ def find_student(name: str) -> Family:
     return STUDENTS[name]
 
 
-def usual_window(teacher: PreTrainedConfig, to: str, options: Mapping, tokens: int = WINDOW) -> dict[str, int]:
+def usual_window(
+    teacher: PreTrainedConfig, to: str, options: Mapping, tokens: int = WINDOW
+) -> dict[str, int]:
     """What heads that do not keep everything see, as options of the student that hold as many bytes as these tokens.
 
     It is the teacher's own window if it has one; a window and kept tokens for students without another memory, unless
     options have a window or what stands for the first tokens; and otherwise a window.
     """
-    own, given = own_window(teacher), ("sliding_window", "num_kept_tokens", "attention_sinks", "virtual_token")
+    own = own_window(teacher)
+    given = ("sliding_window", "num_kept_tokens", "attention_sinks", "virtual_token")
     if own or to != "attention" or any(options.get(name, False) is not False for name in given):
         return {"sliding_window": own or tokens}
     near = tokens // 4
-    return {"sliding_window": near, "num_kept_tokens": tokens - near - SINKS - BLOCK, "kept_block_size": BLOCK}
+    return {
+        "sliding_window": near,
+        "num_kept_tokens": tokens - near - SINKS - BLOCK,
+        "kept_block_size": BLOCK,
+    }
 
 
-def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], options: Mapping) -> MemoryConfig:
+def student_config(
+    teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], options: Mapping
+) -> MemoryConfig:
     """The config of a student that keeps some layers of its teacher's attention.
 
     Raises:
         ValueError: if the teacher or the family is not supported, or an option does not exist or must be the teacher's.
     """
-    family, shared = find_student(to), shared_options(teacher)
-    kinds, far_memory = layer_types(teacher), getattr(family.config, "far_memory", None)
+    family = find_student(to)
+    shared = shared_options(teacher)
+    kinds = layer_types(teacher)
+    far_memory = getattr(family.config, "far_memory", None)
     has_window = "sliding_window" in options and far_memory is not None
     new = "sliding_heads" if to == "attention" else "sliding_memory" if has_window else "memory"
     own = own_window(teacher)
     in_place_of = {"sliding_attention": "sliding_memory"} if to == "deltaformer" else {}
     if new != "memory" and {*kinds} == {*ATTENTION} and options.get("sliding_window", own) == own:
         in_place_of = {"sliding_attention": "sliding_attention"}  # they are as short already
-    shared["layer_types"] = [kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)]
+    shared["layer_types"] = [
+        kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)
+    ]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
-    presets |= {"memory_rope": True, "num_sink_tokens": SINKS if new != "memory" else 0} | PRESETS.get(to, {})
+    presets |= {
+        "memory_rope": True,
+        "num_sink_tokens": SINKS if new != "memory" else 0,
+    } | PRESETS.get(to, {})
     presets |= usual_window(teacher, to, options) if to == "attention" else {}
     if options.get("attention_sinks") or options.get("virtual_token"):
         presets["num_sink_tokens"] = 0
@@ -165,12 +207,22 @@ def _check_options(family: Family, shared: Mapping, options: Mapping) -> None:
     own = set(family.config.__dataclass_fields__) - inherited
     if unknown := sorted(set(options) - own):
         suggested = nearest(unknown[0], own)
-        raise ValueError(f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}{suggested}")
+        raise ValueError(
+            f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}{suggested}"
+        )
     if "layer_types" in options:
-        raise ValueError("options must not have layer_types: keep says which layers keep their attention")
+        raise ValueError(
+            "options must not have layer_types: keep says which layers keep their attention"
+        )
     if options.get("sparse_memory_gradients"):
-        raise ValueError("sparse_memory_gradients must be False in a conversion, which trains with AdamW, got True")
-    taken = sorted(name for name in options if name in shared and name not in OPEN and options[name] != shared[name])
+        raise ValueError(
+            "sparse_memory_gradients must be False in a conversion, which trains with AdamW, got True"
+        )
+    taken = sorted(
+        name
+        for name in options
+        if name in shared and name not in OPEN and options[name] != shared[name]
+    )
     if taken:
         raise ValueError(
             f"options must not change {' and '.join(taken)}, which the student has from its teacher, "

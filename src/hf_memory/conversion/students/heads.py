@@ -26,7 +26,9 @@ HEAD_SCORES = {  # what heads are ranked by, for each word
     "heads": "part in the divergence of the teacher's predictions of repeated passages if all heads have windows",
     "retrieval": "attention to what followed a passage when it was read before",
 }
-PASSAGE, BETWEEN, PASSAGES = 256, 512, 3  # tokens of a passage, tokens between its readings, number of passages
+PASSAGE = 256
+BETWEEN = 512
+PASSAGES = 3  # tokens of a passage, tokens between its readings, number of passages
 GATES = (1 / 6, 3 / 6, 5 / 6)  # at which gradients are averaged
 OBSERVED = "hf_memory_observed"  # name of an attention function that is ours for a while
 
@@ -52,12 +54,17 @@ def rank_heads_by_retrieval(teacher: PreTrainedModel, tokens: Text | Tensor) -> 
         teacher: the teacher; it is not changed.
         tokens: [T], a text; if it is short, passages are shorter.
     """
-    text, passage = Text.of(tokens), _passage(tokens)
-    first = slice(len(text.start) + 1, len(text.start) + passage + 1)  # what followed the tokens of the first reading
+    text = Text.of(tokens)
+    passage = _passage(tokens)
+    first = slice(
+        len(text.start) + 1, len(text.start) + passage + 1
+    )  # what followed the tokens of the first reading
     scores: list[Tensor] = []  # [HQ] of each layer, passage after passage
 
     def observed(module, query, key, value, attention_mask, **kwargs):
-        output, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        output, weights = eager_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
         followed = weights[0, :, -passage:, first].diagonal(dim1=-2, dim2=-1)  # [HQ, passage]
         scores.append(followed.float().mean(-1).cpu())
         return output, None
@@ -128,7 +135,11 @@ def window_divergences(
         is_far = (place[:, None] - place >= window) & (place >= first)
         mask = attention_mask.masked_fill(is_far, torch.finfo(query.dtype).min)
         near, _ = attend(module, query, key, value, mask, **kwargs)  # [B, T, HQ, D]
-        gate = gates[module.layer_idx].to(full).repeat_interleave(full.shape[2] // gates.shape[1])[:, None]
+        gate = (
+            gates[module.layer_idx]
+            .to(full)
+            .repeat_interleave(full.shape[2] // gates.shape[1])[:, None]
+        )
         return near + gate * (full - near), None
 
     def once(*args, **kwargs):
@@ -144,7 +155,9 @@ def window_divergences(
             gates = torch.full_like(gates, point).requires_grad_()
             with attention_by(teacher, once), only_these_learn(teacher, ()), torch.enable_grad():
                 logits = teacher(row, use_cache=False).logits[0, places]
-                total -= torch.autograd.grad(divergence(logits, target) / len(GATES) / len(places), gates)[0]
+                total -= torch.autograd.grad(
+                    divergence(logits, target) / len(GATES) / len(places), gates
+                )[0]
     return total / len(rows)
 
 
@@ -163,7 +176,9 @@ def attention_by(teacher: PreTrainedModel, attend: Callable) -> Iterator[None]:
 
 def ranked(scores: Tensor) -> list[HeadScore]:
     """The heads with these scores [layers, H], the highest first."""
-    found = [HeadScore(i, h, x) for i, layer in enumerate(scores.tolist()) for h, x in enumerate(layer)]
+    found = [
+        HeadScore(i, h, x) for i, layer in enumerate(scores.tolist()) for h, x in enumerate(layer)
+    ]
     return sorted(found, key=lambda head: -head.score)
 
 

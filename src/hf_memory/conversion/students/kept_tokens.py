@@ -16,8 +16,11 @@ from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
 
-LESS, MORE = 1 / 4, 5 / 2  # of the tokens that all layers keep, which one layer after the other is tried with
-Part = tuple[float, int, int]  # KL that falls for each token of a head, the place of a layer, and how many tokens
+LESS = 1 / 4
+MORE = 5 / 2  # of the tokens that all layers keep, which one layer after the other is tried with
+Part = tuple[
+    float, int, int
+]  # KL that falls for each token of a head, the place of a layer, and how many tokens
 Input = tuple[Tensor, dict[str, Any]]  # hidden states, and a layer's other arguments
 
 
@@ -44,7 +47,8 @@ def spread_kept_tokens(
         report: is called with the progress.
     """
     config: Any = student.config
-    kept, mixers = config.num_kept_tokens, [x for x in mixers_with_memory(student) if x.near_heads]
+    kept = config.num_kept_tokens
+    mixers = [x for x in mixers_with_memory(student) if x.near_heads]
     sizes = [round(kept * LESS), kept, round(kept * MORE)]
     text = Text.of(tokens)
     row = text.windows(torch.tensor([(len(text) - length) // 2]), length).to(teacher.device)
@@ -54,7 +58,8 @@ def spread_kept_tokens(
     def distance(first: int) -> float:
         return divergence(_logits(student, inputs, first)[0], target).item() / length
 
-    usual, parts = distance(0), list[Part]()
+    usual = distance(0)
+    parts = list[Part]()
     for i, mixer in enumerate(mixers):
         report(Progress("measuring how many tokens layers keep", i, len(mixers)))
         less, more = (_with(mixer, size, distance) for size in (sizes[0], sizes[2]))
@@ -87,13 +92,13 @@ def _logits(student: MemoryForCausalLM, inputs: Sequence[Input], first: int) -> 
 
 def _with(mixer: WindowedMixer, kept: int, measure: Callable[[int], float]) -> float:
     """What is measured from a layer on while it keeps so many tokens."""
-    before = mixer.retention
+    before = mixer.kv_eviction
     assert before is not None
-    mixer.retention = before._replace(kept=kept)
+    mixer.kv_eviction = before._replace(kept=kept)
     try:
         return measure(mixer.layer_idx)
     finally:
-        mixer.retention = before
+        mixer.kv_eviction = before
 
 
 def _parts(place: int, sizes: Sequence[int], distances: Sequence[float], heads: int) -> list[Part]:
@@ -108,7 +113,8 @@ def _parts(place: int, sizes: Sequence[int], distances: Sequence[float], heads: 
 
 def _filled(parts: list[Part], heads: list[int], least: int, total: int) -> list[int]:
     """The number of tokens of each layer, from `least` on, as the best parts allow within a total of all heads."""
-    found, rest = [least] * len(heads), total - least * sum(heads)
+    found = [least] * len(heads)
+    rest = total - least * sum(heads)
     for _, place, more in sorted(parts, reverse=True):
         taken = min(more, rest // heads[place])
         found[place] += taken

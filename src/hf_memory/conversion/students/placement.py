@@ -7,7 +7,8 @@ from hf_memory.conversion.recipe import Keep
 from hf_memory.modeling.checks import check
 
 KEEP_WORDS = (
-    "none, a fraction of the layers such as 1/4, layers such as 0,3, auto or auto:1/8, heads:1/10, or retrieval:1/10"
+    "none, a fraction of the layers such as 1/4, layers such as 0,3, auto or auto:1/8, "
+    "heads:1/10, or retrieval:1/10"
 )
 SHARE = Fraction(1, 4)  # share of the layers that "auto" keeps
 
@@ -51,7 +52,9 @@ def share_count(word: str, keep: Keep, count: int) -> int:
 def _spread(words: str, num_layers: int) -> list[int]:
     share = _fraction(words)
     kept = [i for i in range(num_layers) if int((i + 1) * share) > int(i * share)]
-    check(len(kept) > 0, "keep", f"a fraction that keeps at least one of {num_layers} layers", words)
+    check(
+        len(kept) > 0, "keep", f"a fraction that keeps at least one of {num_layers} layers", words
+    )
     return kept
 
 

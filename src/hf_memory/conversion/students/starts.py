@@ -64,18 +64,32 @@ def start_near(
 def _start_windows(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor) -> None:
     """Initialise what is beside a window from the teacher: slots with its keys, sinks with its first tokens, and a
     virtual token with what it makes of the beginning of a text, one position before the text."""
-    mixers = {i: x.mixer for i, x in enumerate(student.model.layers) if isinstance(x.mixer, WindowedMixer)}
+    mixers = {
+        i: x.mixer for i, x in enumerate(student.model.layers) if isinstance(x.mixer, WindowedMixer)
+    }
     if not any(mixer.new_part for mixer in mixers.values()):
         return
     seen = attention_seen(teacher, windows)
-    config, eos = teacher.config, teacher.config.eos_token_id
-    beginning = (config.bos_token_id, eos[0] if isinstance(eos, list) else eos, config.pad_token_id, 0)
-    begin = next(token for token in beginning if token is not None)  # every first token gets attention
+    config = teacher.config
+    eos = teacher.config.eos_token_id
+    beginning = (
+        config.bos_token_id,
+        eos[0] if isinstance(eos, list) else eos,
+        config.pad_token_id,
+        0,
+    )
+    begin = next(
+        token for token in beginning if token is not None
+    )  # every first token gets attention
     begins = attention_seen(teacher, windows.new_full((1, 1), begin))
     window = student.config.sliding_window or 0
-    distances = torch.logspace(0, math.log10(FARTHEST), 256, device=student.device).mul(window).long()[None]
+    distances = (
+        torch.logspace(0, math.log10(FARTHEST), 256, device=student.device).mul(window).long()[None]
+    )
     for i, mixer in mixers.items():
-        hidden_states, angles = (seen[i][0][name] for name in ("hidden_states", "position_embeddings"))
+        hidden_states, angles = (
+            seen[i][0][name] for name in ("hidden_states", "position_embeddings")
+        )
         mixer.start_sinks(hidden_states, Positions(*angles), SINKS)
         is_local = student.model.layers[i].is_local
         rotary = student.model.local_rotary_emb if is_local else student.model.rotary_emb
@@ -113,7 +127,10 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
     mixers = transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x}
     for mixer, output, target in transfer.outputs(input_ids) if transfer.mixers else ():
         bias: Tensor | None = mixer.get_submodule("o_proj").bias  # type: ignore[assignment]
-        sizes = [(x if bias is None else x - bias).float().square().mean().sqrt() for x in (target, output)]
+        sizes = [
+            (x if bias is None else x - bias).float().square().mean().sqrt()
+            for x in (target, output)
+        ]
         mixer.scale_output(sizes[0] / sizes[1])  # type: ignore[operator]
     transfer.mixers = {i: x for i, x in mixers.items() if x.gate_beside_attention is not None}
     outputs = []  # with the memory, and without
@@ -158,10 +175,18 @@ def fit_outputs(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: T
     W = argmin |o W^T - y|^2 + ridge |W - W'|^2, where o are the gated outputs of the memory, y the outputs of the
     attention, and W' the teacher's projection. The penalty keeps W close to W', since the text is short.
     """
-    transfer, inputs = AttentionTransfer(student, teacher), []
-    transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x and x.gate_beside_attention is None}
+    transfer = AttentionTransfer(student, teacher)
+    inputs = []
+    transfer.mixers = {
+        i: x
+        for i, x in transfer.mixers.items()
+        if x.new_part is x and x.gate_beside_attention is None
+    }
     fits = {mixer: LeastSquares() for mixer in transfer.mixers.values()}
-    hooks = [mixer.o_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for mixer in fits]
+    hooks = [
+        mixer.o_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        for mixer in fits
+    ]
     for window in windows.split(1) if fits else ():
         for mixer, output, target in transfer.outputs(window):
             fits[mixer].add(inputs.pop(), target - output)
@@ -179,8 +204,10 @@ class LeastSquares:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add rows."""
-        x, y = x.flatten(0, -2).float(), y.flatten(0, -2).float()
-        self.squares, self.products = x.mT @ x + self.squares.to(x.device), x.mT @ y + self.products.to(x.device)
+        x = x.flatten(0, -2).float()
+        y = y.flatten(0, -2).float()
+        self.squares = x.mT @ x + self.squares.to(x.device)
+        self.products = x.mT @ y + self.products.to(x.device)
 
     def solve(self, ridge: float) -> Tensor:
         """W [out, in]; the penalty on its squares is `ridge` times the mean square of the channels of x."""

@@ -43,13 +43,16 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
     Raises:
         ValueError: if a tensor has no counterpart or another shape, or the student has new tensors elsewhere.
     """
-    source, target = teacher.state_dict(), student.state_dict()
+    source = teacher.state_dict()
+    target = student.state_dict()
     config: Any = student.config
     memories = [i for i, kind in enumerate(config.layer_types or ()) if kind == "memory"]
     norms = tuple(f"model.layers.{i}.self_attn.{x}_norm." for i in memories for x in "qk")
     has_norms = not config.use_qk_norm or config.has_memory_qk_norm
     dropped = [] if has_norms else [name for name in source if name.startswith(norms)]
-    parts_of = partial(find_teacher(teacher.config).parts, teacher.config)  # a fused tensor has several
+    parts_of = partial(
+        find_teacher(teacher.config).parts, teacher.config
+    )  # a fused tensor has several
     kept = {name: x for name, x in source.items() if name not in dropped}
     moves = [
         (name, part.replace(".self_attn.", ".mixer."), y)
@@ -59,10 +62,14 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
     placed = {target_name for _, target_name, _ in moves}
     new = [name for name in target if name not in placed]
     faults = _misfits(moves, target)
-    faults += [f"the student's {name} has no counterpart" for name in new if not NEW_WEIGHTS.match(name)]
+    faults += [
+        f"the student's {name} has no counterpart" for name in new if not NEW_WEIGHTS.match(name)
+    ]
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise ValueError(f"every weight of the teacher must fit into the student, but {'; '.join(faults[:3])}{more}")
+        raise ValueError(
+            f"every weight of the teacher must fit into the student, but {'; '.join(faults[:3])}{more}"
+        )
     used: dict[str, tuple[str, ...]] = {}
     for name, other, x in moves:
         target[other].copy_(x)
@@ -72,7 +79,11 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
 
 def _misfits(moves: list[tuple[str, str, Tensor]], target: dict[str, Tensor]) -> list[str]:
     """What does not fit, of triples of the teacher's name, the student's name and the values."""
-    faults = [f"the teacher's {name} has no counterpart" for name, other, _ in moves if other not in target]
+    faults = [
+        f"the teacher's {name} has no counterpart"
+        for name, other, _ in moves
+        if other not in target
+    ]
     for name, other, x in moves:
         if other in target and x.shape != target[other].shape:
             shapes = tuple(x.shape), tuple(target[other].shape)

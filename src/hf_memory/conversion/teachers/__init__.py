@@ -15,18 +15,25 @@ SHARED += ("hidden_act", "rope_parameters", "attention_dropout")
 
 
 def _phi3_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
-    queries, keys = (n * head_dim(config) for n in (config.num_attention_heads, config.num_key_value_heads))
+    queries, keys = (
+        n * head_dim(config) for n in (config.num_attention_heads, config.num_key_value_heads)
+    )
     if ".qkv_proj." in name:
         names = [name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
         return dict(zip(names, x.split([queries, keys, keys])))
     if ".gate_up_proj." in name:
-        return {name.replace("gate_up_proj", part): y for part, y in zip(("gate_proj", "up_proj"), x.chunk(2))}
+        return {
+            name.replace("gate_up_proj", part): y
+            for part, y in zip(("gate_proj", "up_proj"), x.chunk(2))
+        }
     return {name: x}
 
 
 def _gemma2(config: PreTrainedConfig) -> dict:
     if config.use_bidirectional_attention:
-        raise ValueError("use_bidirectional_attention must be false in a teacher, as memories are causal, got true")
+        raise ValueError(
+            "use_bidirectional_attention must be false in a teacher, as memories are causal, got true"
+        )
     return {"hidden_act": config.hidden_activation, "embedding_multiplier": config.hidden_size**0.5}
 
 
@@ -38,7 +45,9 @@ def _gemma3(config: PreTrainedConfig) -> dict:
     ropes = config.rope_parameters
     return {
         **_gemma2(config),
-        "embedding_multiplier": torch.tensor(config.hidden_size**0.5).item(),  # it keeps it in float32
+        "embedding_multiplier": torch.tensor(
+            config.hidden_size**0.5
+        ).item(),  # it keeps it in float32
         "rope_parameters": ropes["full_attention"],
         "local_rope_parameters": ropes["sliding_attention"],
         "local_rope_layers": [int(kind == "sliding_attention") for kind in config.layer_types],
@@ -46,8 +55,11 @@ def _gemma3(config: PreTrainedConfig) -> dict:
 
 
 def _qwen3_moe(config: PreTrainedConfig) -> dict:
-    number, dense = config.num_hidden_layers, config.mlp_only_layers
-    has_experts = [i not in dense and (i + 1) % config.decoder_sparse_step == 0 for i in range(number)]
+    number = config.num_hidden_layers
+    dense = config.mlp_only_layers
+    has_experts = [
+        i not in dense and (i + 1) % config.decoder_sparse_step == 0 for i in range(number)
+    ]
     return {"mlp_types": ["experts" if x else "mlp" for x in has_experts]}
 
 
@@ -66,7 +78,9 @@ class Teacher(NamedTuple):
     same: tuple[str, ...] = ()
     always: Mapping[str, Any] = {}
     others: Callable[[PreTrainedConfig], dict] = lambda config: {}
-    parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = lambda config, name, x: {name: x}
+    parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = (
+        lambda config, name, x: {name: x}
+    )
 
 
 QK_NORMS = {"use_qk_norm": True}
@@ -79,9 +93,19 @@ TEACHERS = (
     Teacher("qwen2", ("sliding_window",), {"attention_bias": True}),
     Teacher("qwen3", ("sliding_window", "attention_bias"), QK_NORMS),
     Teacher("smollm3", ("sliding_window", "attention_bias", "mlp_bias", "no_rope_layers")),
-    Teacher("olmo2", ("attention_bias",), {"norm_placement": "post", "qk_norm_whole_width": True, **QK_NORMS}),
+    Teacher(
+        "olmo2",
+        ("attention_bias",),
+        {"norm_placement": "post", "qk_norm_whole_width": True, **QK_NORMS},
+    ),
     Teacher("phi3", ("sliding_window",), parts=_phi3_parts),
-    Teacher("gemma2", ("sliding_window", "attention_bias", *CAPS), {"norm_placement": "both"}, _gemma2, _gemma2_parts),
+    Teacher(
+        "gemma2",
+        ("sliding_window", "attention_bias", *CAPS),
+        {"norm_placement": "both"},
+        _gemma2,
+        _gemma2_parts,
+    ),
     Teacher(
         "gemma3_text",
         ("sliding_window", "attention_bias", "query_pre_attn_scalar", "final_logit_softcapping"),
@@ -93,9 +117,13 @@ TEACHERS = (
     Teacher(
         "granite",
         GRANITE,
-        others=lambda config: {"query_pre_attn_scalar": config.attention_multiplier**-2},  # whose root divides scores
+        others=lambda config: {
+            "query_pre_attn_scalar": config.attention_multiplier**-2
+        },  # whose root divides scores
         # not the head, which may be tied
-        parts=lambda config, name, x: {name: x / config.logits_scaling if name == "model.norm.weight" else x},
+        parts=lambda config, name, x: {
+            name: x / config.logits_scaling if name == "model.norm.weight" else x
+        },
     ),
     Teacher("qwen3_moe", ("sliding_window", "attention_bias", *EXPERTS), QK_NORMS, _qwen3_moe),
 )
@@ -113,7 +141,9 @@ def find_teacher(config: PreTrainedConfig) -> Teacher:
         if teacher.model_type == config.model_type:
             return teacher
     supported = ", ".join(teacher.model_type for teacher in TEACHERS)
-    raise ValueError(f"teacher must be one of {supported}, got a model of type {config.model_type!r}")
+    raise ValueError(
+        f"teacher must be one of {supported}, got a model of type {config.model_type!r}"
+    )
 
 
 def shared_options(config: PreTrainedConfig) -> dict:

@@ -22,7 +22,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.integrations.gguf import convert_gguf_tokenizer, dequant, get_gguf_tokenizer, read_gguf_metadata
+from transformers.integrations.gguf import (
+    convert_gguf_tokenizer,
+    dequant,
+    get_gguf_tokenizer,
+    read_gguf_metadata,
+)
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.integrations.gguf.reader import GgufHeader
 from transformers.utils import is_gguf_available
@@ -38,8 +43,22 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-GPT2_CUTS = ("gpt-2", "mpt", "olmo", "jais", "trillion")  # pre-tokenizers that split text as GPT-2 does
-DIGIT_CUTS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")  # with digits apart
+GPT2_CUTS = (
+    "gpt-2",
+    "mpt",
+    "olmo",
+    "jais",
+    "trillion",
+)  # pre-tokenizers that split text as GPT-2 does
+DIGIT_CUTS = (
+    "smollm",
+    "starcoder",
+    "refact",
+    "command-r",
+    "codeshell",
+    "exaone",
+    "minerva-7b",
+)  # with digits apart
 
 
 def find_gguf(name: str) -> Path | None:
@@ -54,9 +73,13 @@ def find_gguf(name: str) -> Path | None:
     if not files or (path / "config.json").exists():
         return None
     if len(files) > 1:
-        raise ValueError(f"teacher must be one GGUF file, got {name} with {', '.join(file.name for file in files)}")
+        raise ValueError(
+            f"teacher must be one GGUF file, got {name} with {', '.join(file.name for file in files)}"
+        )
     if not is_gguf_available():
-        raise ValueError(f"a teacher in a GGUF file needs gguf: pip install gguf, got {files[0].name}")
+        raise ValueError(
+            f"a teacher in a GGUF file needs gguf: pip install gguf, got {files[0].name}"
+        )
     return files[0]
 
 
@@ -90,7 +113,9 @@ def _reading(file: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).split("\n")[0] or type(error).__name__
-        raise ValueError(f"{file.name} is damaged or incomplete, or of a kind that is not read: {reason}") from error
+        raise ValueError(
+            f"{file.name} is damaged or incomplete, or of a kind that is not read: {reason}"
+        ) from error
 
 
 def read_config(file: Path) -> PreTrainedConfig:
@@ -104,7 +129,9 @@ def read_config(file: Path) -> PreTrainedConfig:
         metadata, _ = read_gguf_metadata(str(file))
         architecture = metadata["general.architecture"]
         if (blocks := metadata.get(f"{architecture}.block_count", 0)) > len(sizes):
-            raise ValueError(f"it must have a tensor for each block, got {blocks:,} and {len(sizes)} tensors")
+            raise ValueError(
+                f"it must have a tensor for each block, got {blocks:,} and {len(sizes)} tensors"
+            )
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         if window := metadata.get(f"{architecture}.attention.sliding_window"):
             config.sliding_window = window
@@ -119,7 +146,8 @@ def read_config(file: Path) -> PreTrainedConfig:
 
 def _sizes(file: Path) -> dict[str, int]:
     """The number of weights in each tensor, if all tensors are in the file, one after the other."""
-    header, end = GgufHeader.from_file(str(file)), 0
+    header = GgufHeader.from_file(str(file))
+    end = 0
     for tensor in sorted(header.tensors, key=lambda tensor: tensor.offset):
         if tensor.offset < end:
             raise ValueError(f"{tensor.name} begins inside another tensor")
@@ -129,7 +157,9 @@ def _sizes(file: Path) -> dict[str, int]:
     return {tensor.name: math.prod(tensor.shape) for tensor in header.tensors}
 
 
-def _check_tensors(file: Path, architecture: str, config: PreTrainedConfig, sizes: Mapping[str, int]) -> None:
+def _check_tensors(
+    file: Path, architecture: str, config: PreTrainedConfig, sizes: Mapping[str, int]
+) -> None:
     import gguf
 
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -165,13 +195,22 @@ def read_tokenizer(file: Path):
     with _reading(file):
         architecture, described, options = get_gguf_tokenizer(str(file))
         backend, _ = convert_gguf_tokenizer(architecture, described)
-        content = json.loads(backend.to_str())  # transformers may have added a token that the model does not have
-        content["added_tokens"] = [x for x in content["added_tokens"] if x["id"] < len(described["tokens"])]
+        content = json.loads(
+            backend.to_str()
+        )  # transformers may have added a token that the model does not have
+        content["added_tokens"] = [
+            x for x in content["added_tokens"] if x["id"] < len(described["tokens"])
+        ]
         backend = Tokenizer.from_str(json.dumps(content))
         if (cut := described.get("pre_tokenizer_type")) in DIGIT_CUTS:
             digits = pre_tokenizers.Digits(individual_digits=True)
-            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        elif described["tokenizer_type"] == "gpt2" and cut not in (*GGUF_PRE_TOKENIZER_SPLITS, *GPT2_CUTS):
+            backend.pre_tokenizer = pre_tokenizers.Sequence(
+                [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        elif described["tokenizer_type"] == "gpt2" and cut not in (
+            *GGUF_PRE_TOKENIZER_SPLITS,
+            *GPT2_CUTS,
+        ):
             raise UnsupportedFile(
                 f"teacher must have a known pre-tokenizer, got {cut!r} in {file.name}; "
                 "to use it, put the tokenizer.json of the original model into the same folder"
@@ -181,18 +220,25 @@ def read_tokenizer(file: Path):
 
 def read_model(file: Path) -> PreTrainedModel:
     """The model of a GGUF file, dequantised to float32, so that it can be trained and saved."""
-    config, dequantized = read_config(file), GgufConfig(dequantize=True)
+    config = read_config(file)
+    dequantized = GgufConfig(dequantize=True)
     options: dict = {"gguf_file": file.name, "config": config, "quantization_config": dequantized}
     with _reading(file):
         model = load_model(file.parent, dtype=torch.float32, **options)
         metadata, _ = read_gguf_metadata(str(file))
         named = [f"tokenizer.ggml.{end}_token_id" for end in ENDS]
-        ends = sorted({metadata[name] for name in named if name in metadata} | turn_ends(read_tokenizer(file)))
-        sampling = {name: metadata.get(f"general.sampling.{given}") for given, name in SAMPLING.items()}
+        ends = sorted(
+            {metadata[name] for name in named if name in metadata} | turn_ends(read_tokenizer(file))
+        )
+        sampling = {
+            name: metadata.get(f"general.sampling.{given}") for given, name in SAMPLING.items()
+        }
         generation = {name: x for name, x in sampling.items() if x is not None}
         if generation:
             generation["do_sample"] = True
-        model.generation_config.update(eos_token_id=ends[0] if len(ends) == 1 else ends or None, **generation)
+        model.generation_config.update(
+            eos_token_id=ends[0] if len(ends) == 1 else ends or None, **generation
+        )
     return model.eval()
 
 
@@ -211,6 +257,9 @@ def describe_weights(file: Path, count: int) -> str:
     import gguf
 
     given = read_gguf_metadata(str(file))[0].get("general.file_type")
-    kind = next((kind.name for kind in gguf.LlamaFileType if kind == given), "of a type that it does not name")
+    kind = next(
+        (kind.name for kind in gguf.LlamaFileType if kind == given),
+        "of a type that it does not name",
+    )
     kind = kind.removeprefix("MOSTLY_").removeprefix("ALL_")
     return f"{kind}, {8 * file.stat().st_size / count:.1f} bits each, converted to float32"

@@ -55,10 +55,17 @@ def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrain
     check_bits(bits)
     check_bitsandbytes(bits)
     quantized = BitsAndBytesConfig(
-        load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        load_in_8bit=bits == 8,
+        load_in_4bit=bits == 4,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
     )
-    model = loading.load_model(name, dtype=torch.float32, quantization_config=quantized, device_map={"": device})
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # or it warns at each step that inputs are rounded
+    model = loading.load_model(
+        name, dtype=torch.float32, quantization_config=quantized, device_map={"": device}
+    )
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # or it warns at each step that inputs are rounded
     return model.eval()
 
 
@@ -76,5 +83,9 @@ def check_bitsandbytes(bits: int | None) -> None:
 
 def num_quantized(teacher: PreTrainedModel) -> int:
     """Number of a teacher's weights that are quantised: those of all linear layers except the last."""
-    linears = [x for x in teacher.modules() if isinstance(x, nn.Linear) and x is not teacher.get_output_embeddings()]
+    linears = [
+        x
+        for x in teacher.modules()
+        if isinstance(x, nn.Linear) and x is not teacher.get_output_embeddings()
+    ]
     return sum(x.weight.numel() for x in linears)

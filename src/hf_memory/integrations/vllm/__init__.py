@@ -18,24 +18,30 @@ class ModelConfig:
         check(model_config.hf_config)
         if not memory_layers(model_config.hf_config):
             names = model_config.hf_config.architectures = [ALONE]
-            model_config._model_info, model_config._architecture = model_config.registry.inspect_model_cls(
-                names, model_config
+            model_config._model_info, model_config._architecture = (
+                model_config.registry.inspect_model_cls(names, model_config)
             )
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """Refuse what the models cannot do, and with memories turn off what needs keys and values of each token."""
-        parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+        parallel = vllm_config.parallel_config
+        cache = vllm_config.cache_config
+        model = vllm_config.model_config
         stages = parallel.pipeline_parallel_size
         if stages != 1:
-            raise ValueError(f"pipeline_parallel_size must be 1 for models of hf_memory in vLLM, got {stages}")
+            raise ValueError(
+                f"pipeline_parallel_size must be 1 for models of hf_memory in vLLM, got {stages}"
+            )
         divided(model.hf_config, parallel.tensor_parallel_size)
         if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
             cache.block_size = 32  # with its default of 128, windows take twice as much
             cache.user_specified_block_size = True
         if memory_layers(model.hf_config):
             if vllm_config.speculative_config is not None:
-                raise ValueError("speculative_config must be None: a memory cannot forget tokens that are refused")
+                raise ValueError(
+                    "speculative_config must be None: a memory cannot forget tokens that are refused"
+                )
             model.enforce_eager = True  # the CPU groups sequences in each step
             cache.enable_prefix_caching = False
             return
@@ -47,7 +53,9 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    classes = {family.causal_lm.__name__: "MemoryForVLLM" for family in FAMILIES} | {ALONE: "AttentionForVLLM"}
+    classes = {family.causal_lm.__name__: "MemoryForVLLM" for family in FAMILIES} | {
+        ALONE: "AttentionForVLLM"
+    }
     for name, kind in classes.items():
         ModelRegistry.register_model(name, f"{MODEL}:{kind}")
         MODELS_CONFIG_MAP[name] = ModelConfig

@@ -17,12 +17,22 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsLoRA
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from hf_memory.integrations.vllm.placement import divided, memory_layers, of_all_heads, share, style, window_parts
+from hf_memory.integrations.vllm.placement import (
+    divided,
+    memory_layers,
+    of_all_heads,
+    share,
+    style,
+    window_parts,
+)
 from hf_memory.integrations.vllm.states import Pages, Reading, Shelf, readings
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.base import Projections
@@ -36,11 +46,19 @@ NAME = "model.layers.{}.mixer"  # of the mixer of a layer
 class HeadsAttention(Attention):
     """vLLM's attention of some heads of a mixer, with a page of so many `blocks` of tokens."""
 
-    def __init__(self, mixer: Projections, heads: slice, window: int | None, blocks: int = 1, **options):
+    def __init__(
+        self, mixer: Projections, heads: slice, window: int | None, blocks: int = 1, **options
+    ):
         n = heads.stop - heads.start
-        options |= {"logits_soft_cap": mixer.config.attn_logit_softcapping, "per_layer_sliding_window": window}
-        super().__init__(n * mixer.num_key_value_groups, mixer.head_dim, mixer.scaling, n, **options)
-        self.heads, self.blocks = heads, blocks
+        options |= {
+            "logits_soft_cap": mixer.config.attn_logit_softcapping,
+            "per_layer_sliding_window": window,
+        }
+        super().__init__(
+            n * mixer.num_key_value_groups, mixer.head_dim, mixer.scaling, n, **options
+        )
+        self.heads = heads
+        self.blocks = blocks
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig):
         """What a page holds."""
@@ -75,10 +93,14 @@ class Attended:
         return mixer.o_proj(o.flatten(1)[None]), None
 
 
-def attended(mixer: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], sinks: Any) -> Tensor:
+def attended(
+    mixer: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], sinks: Any
+) -> Tensor:
     """Outputs [T, H, G, D] of the heads that have vLLM's attention, of hidden states [1, T, hidden_size]."""
     q, k, v = mixer.project_heads(hidden_states, Positions(*angles))
-    q, k, v = q[0].unflatten(1, (k.shape[2], -1)), k[0], v[0]
+    q = q[0].unflatten(1, (k.shape[2], -1))
+    k = k[0]
+    v = v[0]
     virtual = getattr(mixer, "virtual_token", None)
     k = k if virtual is None else k - virtual.keys
     sunk = None if sinks is None else sinks.values
@@ -98,7 +120,8 @@ class HeadSinks(nn.Module):
     def __init__(self, mixer: WindowedMixer, near: list[int], rank: int, size: int):
         super().__init__()
         query_heads, heads, _, D, _ = mixer.heads
-        self.logits, self.values = nn.Parameter(torch.zeros(query_heads)), nn.Parameter(torch.zeros(heads, D))
+        self.logits = nn.Parameter(torch.zeros(query_heads))
+        self.values = nn.Parameter(torch.zeros(heads, D))
 
         def load(own: nn.Parameter, x: Tensor) -> None:
             own.data.copy_(of_all_heads(x, near, heads * size).chunk(size)[rank])
@@ -133,7 +156,9 @@ class Memory(Pages, MambaBase):
         """Take the pages [sequences, 1, 1, bytes]."""
         self.shelf.bind(self.layer, kv_cache[:, 0, 0].view(torch.uint8))
 
-    def forward(self, hidden_states: Tensor, position_embeddings, steps: list[Reading] | None, **kwargs):
+    def forward(
+        self, hidden_states: Tensor, position_embeddings, steps: list[Reading] | None, **kwargs
+    ):
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
         if steps is None:  # vLLM measures how much memory these tokens need
             return self.alone(hidden_states, position_embeddings)
@@ -150,8 +175,10 @@ class ModelForVLLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        whole, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
-        self.rank, self.size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        whole = vllm_config.model_config.hf_config
+        dtype = vllm_config.model_config.dtype
+        self.rank = get_tensor_model_parallel_rank()
+        self.size = get_tensor_model_parallel_world_size()
         self.config = share(copy.deepcopy(whole), self.rank, self.size)
         self.divided = divided(whole, self.size)
         ours = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
@@ -160,11 +187,17 @@ class ModelForVLLM(nn.Module):
                 x.data = x.data.float()
         self._replace_linears(ours)
         self.model = ours.model
-        self.model.embed_tokens = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
-        self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size, prefix="lm_head")
+        self.model.embed_tokens = VocabParallelEmbedding(
+            self.config.vocab_size, self.config.hidden_size
+        )
+        self.lm_head = ParallelLMHead(
+            self.config.vocab_size, self.config.hidden_size, prefix="lm_head"
+        )
         if self.config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor(self.config.vocab_size, soft_cap=self.config.final_logit_softcapping)
+        self.logits_processor = LogitsProcessor(
+            self.config.vocab_size, soft_cap=self.config.final_logit_softcapping
+        )
         self._place_mixers(vllm_config)
 
     def _replace_linears(self, ours: PreTrainedModel) -> None:
@@ -185,18 +218,23 @@ class ModelForVLLM(nn.Module):
         """Let vLLM run attention, and keep the states of memories."""
         full = vllm_config.model_config.hf_config.full_attention_heads
         layers = vllm_config.compilation_config.static_forward_context
-        parts, numbers, cache = window_parts(self.config), count(), vllm_config.cache_config
+        parts = window_parts(self.config)
+        numbers = count()
+        cache = vllm_config.cache_config
         self.memories = memory_layers(self.config)
         shelf = self._shelf(vllm_config)
         for i, layer in enumerate(self.model.layers):
-            name, mixer = NAME.format(i), layer.mixer
+            name = NAME.format(i)
+            mixer = layer.mixer
             if i in self.memories:
                 grows = isinstance(mixer, WindowedMixer) and isinstance(mixer.full, Everything)
                 heads = full_attentions(mixer, mixer.heads[1], numbers, cache) if grows else ()
                 layers[name] = Memory(mixer, i, shelf, heads)
                 continue
             if self.config.attention_sinks and isinstance(mixer, WindowedMixer):
-                near = [h for h in range(self.size * mixer.heads[1]) if not full or h not in full[i]]
+                near = [
+                    h for h in range(self.size * mixer.heads[1]) if not full or h not in full[i]
+                ]
                 mixer.sinks = HeadSinks(mixer, near, self.rank, self.size) if near else None
             Attended(mixer, attentions(mixer, name, parts, numbers, cache))
 
@@ -217,17 +255,22 @@ class ModelForVLLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the tensors of a checkpoint, which has our names."""
-        own, loaded = self.state_dict(keep_vars=True), {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        own = self.state_dict(keep_vars=True)
+        loaded = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
         for name, x in weights:
             if hasattr(own[name], "weight_loader"):
                 own[name].weight_loader(own[name], x)
             else:
-                own[name].data.copy_(x.chunk(self.size, self.divided[name])[self.rank] if name in self.divided else x)
+                own[name].data.copy_(
+                    x.chunk(self.size, self.divided[name])[self.rank] if name in self.divided else x
+                )
             loaded.add(name)
         return loaded
 
 
-def attentions(mixer, name: str, parts: int, numbers: Iterator[int], cache: CacheConfig) -> Iterator[HeadsAttention]:
+def attentions(
+    mixer, name: str, parts: int, numbers: Iterator[int], cache: CacheConfig
+) -> Iterator[HeadsAttention]:
     """vLLM's attention for a mixer: over its window in so many parts, and for each head that keeps everything.
 
     Args:
@@ -239,23 +282,41 @@ def attentions(mixer, name: str, parts: int, numbers: Iterator[int], cache: Cach
     """
     heads = mixer.heads[1]
     if isinstance(mixer, AttentionMixer):
-        yield HeadsAttention(mixer, slice(0, heads), mixer.sliding_window, cache_config=cache, prefix=f"{name}.vllm")
+        yield HeadsAttention(
+            mixer, slice(0, heads), mixer.sliding_window, cache_config=cache, prefix=f"{name}.vllm"
+        )
         return
-    n, groups, config = heads // parts, mixer.num_key_value_groups, mixer.config
+    n = heads // parts
+    groups = mixer.num_key_value_groups
+    config = mixer.config
     for first in range(0, heads, n) if mixer.near_heads else ():
-        own, of_queries = slice(first, first + n), slice(first * groups, (first + n) * groups)
-        sinks = {"sinks": mixer.sinks.logits.data[of_queries]} if mixer.sinks else _virtual(mixer, n)
+        own = slice(first, first + n)
+        of_queries = slice(first * groups, (first + n) * groups)
+        sinks = (
+            {"sinks": mixer.sinks.logits.data[of_queries]} if mixer.sinks else _virtual(mixer, n)
+        )
         place = f"{name}.heads_{first}"
-        yield HeadsAttention(mixer, own, config.sliding_window, cache_config=cache, prefix=place, **sinks)
+        yield HeadsAttention(
+            mixer, own, config.sliding_window, cache_config=cache, prefix=place, **sinks
+        )
     yield from full_attentions(mixer, n, numbers, cache)
 
 
-def full_attentions(mixer, blocks: int, numbers: Iterator[int], cache: CacheConfig) -> Iterator[HeadsAttention]:
+def full_attentions(
+    mixer, blocks: int, numbers: Iterator[int], cache: CacheConfig
+) -> Iterator[HeadsAttention]:
     """vLLM's attention for each head of a mixer that keeps everything, with pages of so many blocks of tokens."""
     for h in mixer.full_heads:
-        window, place = mixer.config.full_attention_window, f"model.full_heads.{next(numbers)}"
+        window = mixer.config.full_attention_window
+        place = f"model.full_heads.{next(numbers)}"
         yield HeadsAttention(
-            mixer, slice(h, h + 1), window, blocks, cache_config=cache, prefix=place, **_virtual(mixer, 1)
+            mixer,
+            slice(h, h + 1),
+            window,
+            blocks,
+            cache_config=cache,
+            prefix=place,
+            **_virtual(mixer, 1),
         )
 
 
@@ -302,7 +363,8 @@ class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid):
         **kwargs,
     ) -> Tensor:
         """The tokens of all sequences in one row [T] -> last hidden states [T, hidden_size]."""
-        steps, metadata = None, get_forward_context().attn_metadata
+        steps = None
+        metadata = get_forward_context().attn_metadata
         if metadata:
             own = {i: metadata[NAME.format(i)] for i in self.memories}
             any_layer = own[self.memories[0]]
@@ -318,7 +380,9 @@ class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid):
         ).last_hidden_state[0]
 
     @classmethod
-    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+    def get_mamba_state_shape_from_config(
+        cls, vllm_config: VllmConfig
+    ) -> tuple[tuple[int, ...], ...]:
         """Shape of the page of each memory layer."""
         return ((cls._shelf(vllm_config).size,),)
 

@@ -12,13 +12,23 @@ from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 
 ELSEWHERE = "Use generate or serve of transformers"
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+DIVIDED = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 
 
 def is_attention(config: Any, layer_idx: int) -> bool:
     """Whether vLLM's attention can run the mixer of a layer: attention over all tokens or the last ones."""
-    mixer, sees_older = config.mixer_class(layer_idx), config.num_sink_tokens or config.kept_tokens[layer_idx]
-    has_window = mixer is WindowedMixer and config.layer_types[layer_idx] == "sliding_heads" and not sees_older
+    mixer = config.mixer_class(layer_idx)
+    sees_older = config.num_sink_tokens or config.kept_tokens[layer_idx]
+    has_window = (
+        mixer is WindowedMixer
+        and config.layer_types[layer_idx] == "sliding_heads"
+        and not sees_older
+    )
     return has_window or mixer is AttentionMixer
 
 
@@ -30,10 +40,14 @@ def memory_layers(config: Any) -> list[int]:
 def check(config: Any) -> None:
     """Raise ValueError unless vLLM can store all states of the model."""
     if getattr(config, "depth", "fixed") == "universal":
-        raise ValueError(f"vLLM has one page for a layer, so depth must be 'fixed', got {config.depth!r}. {ELSEWHERE}")
+        raise ValueError(
+            f"vLLM has one page for a layer, so depth must be 'fixed', got {config.depth!r}. {ELSEWHERE}"
+        )
     for i in memory_layers(config):
         growing = [name for name, state in config.state_specs[i].items() if state.growth != "fixed"]
-        if growing and config.mixer_class(i) is not WindowedMixer:  # whose full heads are vLLM's attention
+        if (
+            growing and config.mixer_class(i) is not WindowedMixer
+        ):  # whose full heads are vLLM's attention
             raise ValueError(
                 "vLLM stores states of fixed size, and keys and values of attention, but nothing else that "
                 f"grows with the text, got {' and '.join(growing)} in layer {i} of {config.model_type}. {ELSEWHERE}"
@@ -47,8 +61,10 @@ def window_parts(config: Any) -> int:
     that keeps everything has a cache of its own, with more tokens in a page. If the caches of windows are more than
     those, by half, no group has places for heads that keep everything and are not there.
     """
-    full, heads = config.full_attention_heads or [], config.num_key_value_heads
-    layers, caches = sum(len(layer) < heads for layer in full), sum(map(len, full))
+    full = config.full_attention_heads or []
+    heads = config.num_key_value_heads
+    layers = sum(len(layer) < heads for layer in full)
+    caches = sum(map(len, full))
     fitting = (n for n in range(1, heads) if heads % n == 0 and 2 * n * layers >= 3 * caches)
     return next(fitting, heads)
 
@@ -63,9 +79,14 @@ def share(config: Any, rank: int, size: int) -> Any:
         return config
     undivided = {
         "a norm of all heads": config.qk_norm_whole_width,
-        "gate='retention', where each head's decay is that of its number": getattr(config, "gate", "") == "retention",
+        "gate='retention', where each head's decay is that of its number": getattr(
+            config, "gate", ""
+        )
+        == "retention",
         "num_householder above 1": getattr(config, "num_householder", 1) > 1,
-        "full_attention_heads beside a memory": bool(config.full_attention_heads and memory_layers(config)),
+        "full_attention_heads beside a memory": bool(
+            config.full_attention_heads and memory_layers(config)
+        ),
     }
     for name in (name for name, is_there in undivided.items() if is_there):
         raise ValueError(f"tensor_parallel_size must be 1 with {name}, got {size}. {ELSEWHERE}")
@@ -73,12 +94,17 @@ def share(config: Any, rank: int, size: int) -> Any:
     for name in (*DIVIDED, "intermediate_size"):
         whole = getattr(config, name, None) or 0
         if whole % size:
-            raise ValueError(f"tensor_parallel_size must be a divisor of {name}={whole}, got {size}")
+            raise ValueError(
+                f"tensor_parallel_size must be a divisor of {name}={whole}, got {size}"
+            )
         if whole:
             setattr(mine, name, whole // size)
-    heads, full = mine.num_key_value_heads, config.full_attention_heads
+    heads = mine.num_key_value_heads
+    full = config.full_attention_heads
     if full:
-        mine.full_attention_heads = [[h % heads for h in layer if h // heads == rank] for layer in full]
+        mine.full_attention_heads = [
+            [h % heads for h in layer if h // heads == rank] for layer in full
+        ]
     return mine
 
 
@@ -94,14 +120,20 @@ def divided(config: Any, size: int) -> dict[str, int]:
         ValueError: the model cannot be divided so.
     """
     with torch.device("meta"):
-        whole, part = (AutoModelForCausalLM.from_config(x) for x in (config, share(config, 0, size)))
+        whole, part = (
+            AutoModelForCausalLM.from_config(x) for x in (config, share(config, 0, size))
+        )
     found: dict[str, int] = {}
     sizes = {name: x.shape for name, x in part.named_parameters()}
     for name, x in whole.named_parameters():
-        dimensions = [d for d, (n, own) in enumerate(zip(x.shape, sizes.get(name, x.shape))) if n != own]
+        dimensions = [
+            d for d, (n, own) in enumerate(zip(x.shape, sizes.get(name, x.shape))) if n != own
+        ]
         styles = {style(whole, name), style(whole, name.rpartition(".")[0])}
         if len(dimensions) > 1 or (dimensions and not styles & {"colwise", "rowwise"}):
-            raise ValueError(f"tensor_parallel_size must be 1 for {config.model_type}, which does not divide {name}")
+            raise ValueError(
+                f"tensor_parallel_size must be 1 for {config.model_type}, which does not divide {name}"
+            )
         found |= dict.fromkeys([name], *dimensions) if dimensions else {}
     return found
 

@@ -44,7 +44,8 @@ class Shelf:
             if state.growth == "fixed"
         ]
         for size, layer, name in sorted(sizes, reverse=True):
-            page, state = min(ends, key=ends.__getitem__), specs[layer][name]
+            page = min(ends, key=ends.__getitem__)
+            state = specs[layer][name]
             taken = slice(ends[page], ends[page] + size)
             self.places[layer][name] = Place(page, taken, state.shape, state.dtype or dtype)
             ends[page] += size + -size % ALIGNMENT
@@ -60,7 +61,9 @@ class Shelf:
         if layer not in self._states:
             places = self.places[layer].items()
             found = {name: self._pages[x.page][:, x.bytes].view(x.dtype) for name, x in places}
-            self._states[layer] = {name: found[name].view(len(found[name]), *x.shape) for name, x in places}
+            self._states[layer] = {
+                name: found[name].view(len(found[name]), *x.shape) for name, x in places
+            }
         return self._states[layer]
 
 
@@ -69,11 +72,15 @@ class Reading(NamedTuple):
 
     tokens: Tensor  # [N, T], positions in the row of all tokens
     rows: dict[int, Tensor]  # [N], the page of each sequence, by layer
-    known: int | None  # number of tokens that each sequence has read before, if they agree; 0: none has read any
+    uniform_length: (
+        int | None
+    )  # number of tokens that each sequence has read before, if they agree; 0: none has read any
 
     def of(self, x: Tensor) -> Tensor:
         """Rows x [tokens of the step, ...] of these tokens, [N, T, ...]; a view if these are all."""
-        return x.unflatten(0, self.tokens.shape) if self.tokens.numel() == len(x) else x[self.tokens]
+        return (
+            x.unflatten(0, self.tokens.shape) if self.tokens.numel() == len(x) else x[self.tokens]
+        )
 
 
 def readings(bounds: Tensor, lengths: Tensor, slots: Mapping[int, Tensor]) -> list[Reading]:
@@ -96,8 +103,10 @@ def readings(bounds: Tensor, lengths: Tensor, slots: Mapping[int, Tensor]) -> li
         sequences = torch.tensor([*before], device=bounds.device)
         tokens = bounds[sequences, None] + torch.arange(new, device=bounds.device)
         rows = {layer: x[sequences].long() for layer, x in slots.items()}
-        known = {*before.values()}
-        found.append(Reading(tokens, rows, known.pop() if len(known) == 1 else None))
+        uniform_length = {*before.values()}
+        found.append(
+            Reading(tokens, rows, uniform_length.pop() if len(uniform_length) == 1 else None)
+        )
     return found
 
 
@@ -105,7 +114,9 @@ class Pages:
     """The states of one layer for all sequences, and its mixer's forward with them."""
 
     def __init__(self, mixer: MemoryMixer, layer: int, shelf: Shelf):
-        self.mixer, self.shelf, self.layer = mixer, shelf, layer
+        self.mixer = mixer
+        self.shelf = shelf
+        self.layer = layer
 
     @property
     def _stored(self) -> States:
@@ -117,16 +128,21 @@ class Pages:
         if len(here) > 1 or here.device.type != "cpu":
             return {}
         places = self.shelf.places[self.layer]
-        return {name: x.narrow(0, int(rows[places[name].page]), 1) for name, x in self._stored.items()}
+        return {
+            name: x.narrow(0, int(rows[places[name].page]), 1) for name, x in self._stored.items()
+        }
 
     def _load(self, rows: dict[int, Tensor]) -> States:
         """The states in some pages: views if there is one sequence, on a CPU, otherwise copies."""
         places = self.shelf.places[self.layer]
-        return self._own(rows) or {name: x.index_select(0, rows[places[name].page]) for name, x in self._stored.items()}
+        return self._own(rows) or {
+            name: x.index_select(0, rows[places[name].page]) for name, x in self._stored.items()
+        }
 
     def _save(self, rows: dict[int, Tensor], states: States) -> None:
         """Write states to some pages, unless they were changed there."""
-        places, own = self.shelf.places[self.layer], self._own(rows)
+        places = self.shelf.places[self.layer]
+        own = self._own(rows)
         for name, stored in self._stored.items():
             if not own:
                 stored.index_copy_(0, rows[places[name].page], states[name].to(stored.dtype))
@@ -150,10 +166,14 @@ class Pages:
         """
         output = torch.zeros_like(hidden_states[0])
         for step in steps:
-            positions = Positions(*(step.of(x[0]) for x in angles)) if self.mixer.sees_positions else None
-            states = {} if step.known == 0 else nested(self._load(step.rows))
+            positions = (
+                Positions(*(step.of(x[0]) for x in angles)) if self.mixer.sees_positions else None
+            )
+            states = {} if step.uniform_length == 0 else nested(self._load(step.rows))
             full = None if attended is None else step.of(attended)
-            context = Context(positions, None, None, states, known=step.known, attended=full)
+            context = Context(
+                positions, None, None, states, uniform_length=step.uniform_length, attended=full
+            )
             mixed, states = self.mixer.mix(step.of(hidden_states[0]), context)
             self._save(step.rows, flat(states))
             output[step.tokens] = mixed

@@ -8,7 +8,14 @@ from transformers.cache_utils import Cache
 
 from hf_memory.cache import Spec, States
 from hf_memory.cache_argument import takes_cache
-from hf_memory.mixers.attention_blocks import Attended, Columns, Scores, attended_rows, full_attention, near_blocks
+from hf_memory.mixers.attention_blocks import (
+    Attended,
+    Columns,
+    Scores,
+    attended_rows,
+    full_attention,
+    near_blocks,
+)
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.pasts import Everything, Past, Window
 from hf_memory.mixers.transformer.forgetting import ForgetGates, counts, kept_heads
@@ -27,11 +34,17 @@ class TransformerMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.relation: Any = RELATIONS[config.position](config) if config.position in RELATIONS else None
+        self.relation: Any = (
+            RELATIONS[config.position](config) if config.position in RELATIONS else None
+        )
         self.forget: Any = None
         if config.position == "forget":
             self.forget = ForgetGates(config, self.scaling)
-        keys = (name for name, state in self.spec.items() if name.endswith("keys") and state.growth == "fixed")
+        keys = (
+            name
+            for name, state in self.spec.items()
+            if name.endswith("keys") and state.growth == "fixed"
+        )
         self.bounded = {name: [slice(None)] for name in keys}
 
     @property
@@ -93,8 +106,11 @@ class TransformerMixer(MemoryMixer):
         if context.cu_seqlens is None or self.takes_packed:
             o, states = self.attend(hidden_states, context)
         else:
-            parts = [self.attend(hidden_states[:, here], alone)[0] for here, alone in context.apart()]
-            o, states = torch.cat(parts, 1), {}
+            parts = [
+                self.attend(hidden_states[:, here], alone)[0] for here, alone in context.apart()
+            ]
+            o = torch.cat(parts, 1)
+            states = {}
         if self.forget is not None and states:
             c = self.forget.sums(hidden_states, context)[:, -1]
             states = self.forget.settled(states, c, self.bounded, heads_first=False)
@@ -103,9 +119,13 @@ class TransformerMixer(MemoryMixer):
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states: those of `Everything`, and `tokens_read` [B]."""
         q, tokens, past = self.read(Everything(), hidden_states, context)
-        return full_attention(q, tokens, past.near, self.scores, is_whole=context.is_whole), past.states
+        return full_attention(
+            q, tokens, past.near, self.scores, is_whole=context.is_whole
+        ), past.states
 
-    def read(self, kept: Everything | Window, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tokens, Past]:
+    def read(
+        self, kept: Everything | Window, hidden_states: Tensor, context: Context
+    ) -> tuple[Tensor, Tokens, Past]:
         """Queries [B, T, HQ, D], their places, and what is kept with their keys and values; also `tokens_read` [B]."""
         q, k, v = self.projected(hidden_states, context)
         tokens, tokens_read = context.places(k)
@@ -114,7 +134,9 @@ class TransformerMixer(MemoryMixer):
 
     def attend_near(self, q: Tensor, tokens: Tokens, near: Columns) -> Attended:
         """Attention of queries [B, T, HQ, D] to the tokens near them; see `near_blocks`."""
-        return attended_rows(map(self.scores.attend_with_mass, near_blocks(q, tokens, near, None)), q)
+        return attended_rows(
+            map(self.scores.attend_with_mass, near_blocks(q, tokens, near, None)), q
+        )
 
     def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, D], k and v [B, T, H, D], rotated if the context has positions; for `kept_heads` channels."""
@@ -122,12 +144,15 @@ class TransformerMixer(MemoryMixer):
         pattern = pattern_of(self.config, self.layer_idx)
         self.check_split(q, 1 if pattern is None else pattern.kinds)
         return (
-            (q, k, v) if self.forget is None else self.forget.extend(q, k, v, self.forget.sums(hidden_states, context))
+            (q, k, v)
+            if self.forget is None
+            else self.forget.extend(q, k, v, self.forget.sums(hidden_states, context))
         )
 
     def check_split(self, q: Tensor, kinds: int) -> None:
         """Raise an error if tensor parallelism separates heads [B, T, HQ, D] that see different tokens."""
-        heads, total = q.shape[2], self.config.num_attention_heads
+        heads = q.shape[2]
+        total = self.config.num_attention_heads
         if heads < total and heads % kinds:
             raise ValueError(
                 f"tensor parallelism must give each process a multiple of {kinds} heads with "

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Attended
-from hf_memory.ops.contract import first_derivatives_only
+from hf_memory.ops.autograd import first_derivatives_only
 
 SORTED_BLOCK = 32  # sorted queries of a block: in longer blocks there are more buckets, and more pairs are masked
 
@@ -34,18 +34,26 @@ def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> At
     k, v = (_in_blocks(x, order, C) for x in (k, v))
     first = starts[:, 0] // C
     number = ((ends.amax(1) + C - 1) // C - first).clamp(min=0)
-    asks = torch.arange(len(q), device=q.device).repeat_interleave(number)  # block of queries of each pair
+    asks = torch.arange(len(q), device=q.device).repeat_interleave(
+        number
+    )  # block of queries of each pair
     nth = first[asks] + torch.arange(len(asks), device=q.device) - (number.cumsum(0) - number)[asks]
     asked = asks // (len(q) // N) * (len(k) // N) + nth
     places = (C * nth[:, None] + torch.arange(C, device=q.device)).int()[:, None]
     visible = (places >= starts[asks, :, None]) & (places < ends[asks, :, None])
     for others in buckets[..., :-1].unbind(-1):
-        mine, theirs = _in_blocks(others[:, -T:], asking, C), _in_blocks(others, order, C)
+        mine = _in_blocks(others[:, -T:], asking, C)
+        theirs = _in_blocks(others, order, C)
         visible &= mine[asks, :, None] != theirs[asked, None]
     k = k.mT.contiguous()  # so that sums of its gradient are of contiguous blocks
-    scores = wide(_Selected.apply(q, asks) @ _Selected.apply(k, asked)).masked_fill_(~visible, -torch.inf)
+    scores = upcast(_Selected.apply(q, asks) @ _Selected.apply(k, asked)).masked_fill_(
+        ~visible, -torch.inf
+    )
     both = _softmax_of_parts(scores, _Selected.apply(v, asked), asks, len(q))
-    o, mass = (_Permuted.apply(x.unflatten(0, (N, -1)).flatten(1, 2)[:, :T], asking.after, asking.before) for x in both)
+    o, mass = (
+        _Permuted.apply(x.unflatten(0, (N, -1)).flatten(1, 2)[:, :T], asking.after, asking.before)
+        for x in both
+    )
     return o, mass
 
 
@@ -59,7 +67,8 @@ class Order(NamedTuple):
 def _sorted_by(bucket: Tensor, T: int) -> tuple[Order, Order, Tensor, Tensor]:
     """The order of all tokens [N, S] and of the last T, and the range of places that each of these sees."""
     order = bucket.argsort(dim=1, stable=True)
-    place, mine = order.argsort(1), bucket[:, -T:].contiguous()
+    place = order.argsort(1)
+    mine = bucket[:, -T:].contiguous()
     asking = place[:, -T:].argsort(1)
     starts = torch.searchsorted(bucket.gather(1, order), mine)
     ends = place[:, -T:].where(mine >= 0, 0)
@@ -114,7 +123,7 @@ def _softmax_of_parts(scores: Tensor, v: Tensor, part_of: Tensor, number: int) -
     most = most.scatter_reduce(0, part_of[:, None].expand_as(each), each, "amax")
     weights = scores.sub_(most[part_of, :, None]).exp_()
     mass = weights.new_zeros(most.shape).index_add(0, part_of, weights.sum(-1))
-    read = wide(weights.to(v.dtype) @ v)
+    read = upcast(weights.to(v.dtype) @ v)
     o = read.new_zeros(number, *read.shape[1:]).index_add(0, part_of, read)
     is_any = mass > 0
     mass = mass.where(is_any, 1)

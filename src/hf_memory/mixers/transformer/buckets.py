@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import unit_length, wide
+from hf_memory.layers import unit_length, upcast
 from hf_memory.mixers.attention_blocks import (
     BLOCK,
     Attended,
@@ -23,14 +23,18 @@ from hf_memory.mixers.pasts import Everything, Window, window_attention
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
-from hf_memory.ops.contract import repeat_heads
+from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.masks import Tokens, earlier
 
 ITSELF = -5e4  # score of a token with itself, which matters only if it sees no other token
 
 
 def in_buckets(
-    mixer: TransformerMixer, q: Tensor, v: Tensor, buckets: Callable[[Tensor], Tensor], context: Context
+    mixer: TransformerMixer,
+    q: Tensor,
+    v: Tensor,
+    buckets: Callable[[Tensor], Tensor],
+    context: Context,
 ) -> tuple[Tensor, States]:
     """o_i = sum_j softmax_j(q_i k_j / sqrt(D)) v_j over earlier j in the same bucket in some round, k_j = q_j / |q_j|.
 
@@ -51,7 +55,10 @@ def in_buckets(
     asked = buckets(unit.detach())
     q, k = mixer.rotate(q, unit, context.positions)
     tokens, tokens_read = context.places(k)
-    past, (bucket, new) = Everything().read(k, v, tokens, context), context.grown({"buckets": asked})
+    past, (bucket, new) = (
+        Everything().read(k, v, tokens, context),
+        context.grown({"buckets": asked}),
+    )
     seen = past.near._replace(values=repeat_heads(past.values, q.shape[2]), sees=earlier)
     attend = _all_pairs if q.shape[1] == 1 or torch.compiler.is_compiling() else _sorted
     attended = attend(q, tokens, asked, seen, bucket["buckets"], mixer.scaling)
@@ -62,12 +69,18 @@ def in_buckets(
 def bucket_spec(config, share: int, rounds: int) -> Spec:
     """The states of `Everything`, `tokens_read`, and `buckets` [B, tokens, HQ, rounds], of one of `share` heads."""
     heads, _, values, D, _ = config.attention_heads
-    spec = Everything().spec(heads // share, D, D) | {"values": State((values // share, D), None, "token")}
-    spec["buckets"] = State((heads // share, rounds), torch.int32, "token", largest=config.num_buckets - 1)
+    spec = Everything().spec(heads // share, D, D) | {
+        "values": State((values // share, D), None, "token")
+    }
+    spec["buckets"] = State(
+        (heads // share, rounds), torch.int32, "token", largest=config.num_buckets - 1
+    )
     return {"tokens_read": TOKENS_READ} | spec
 
 
-def _all_pairs(q: Tensor, tokens: Tokens, asked: Tensor, seen: Columns, buckets: Tensor, scaling: float) -> Attended:
+def _all_pairs(
+    q: Tensor, tokens: Tokens, asked: Tensor, seen: Columns, buckets: Tensor, scaling: float
+) -> Attended:
     """Attention of few queries, compared with all tokens, one block at a time."""
     parts = []
     groups = blocks_in_turn(q, tokens, BLOCK, seen, lambda here: slice(None))
@@ -78,13 +91,19 @@ def _all_pairs(q: Tensor, tokens: Tokens, asked: Tensor, seen: Columns, buckets:
     return attended_rows(parts, q)
 
 
-def _sorted(q: Tensor, tokens: Tokens, asked: Tensor, seen: Columns, buckets: Tensor, scaling: float) -> Attended:
+def _sorted(
+    q: Tensor, tokens: Tokens, asked: Tensor, seen: Columns, buckets: Tensor, scaling: float
+) -> Attended:
     """Attention of the last tokens to all tokens, with tokens sorted by bucket, one round after the other."""
     is_token = (seen.tokens.position >= 0)[..., None, None]
     each = scaling * q, seen.keys, seen.values, buckets.masked_fill(~is_token, -1)
     q, k, v, buckets = (x.transpose(1, 2).flatten(0, 1) for x in each)  # [B * H, T or S, ...]
-    rounds = (attention_in_buckets(q, k, v, buckets[..., : i + 1]) for i in range(buckets.shape[-1]))
-    o, mass = (x.unflatten(0, each[0].shape[::2]).transpose(1, 2) for x in reduce(joined_softmax, rounds))
+    rounds = (
+        attention_in_buckets(q, k, v, buckets[..., : i + 1]) for i in range(buckets.shape[-1])
+    )
+    o, mass = (
+        x.unflatten(0, each[0].shape[::2]).transpose(1, 2) for x in reduce(joined_softmax, rounds)
+    )
     return o, mass
 
 
@@ -96,7 +115,11 @@ class ReformerMixer(TransformerMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         del self.k_proj
-        shape = config.num_attention_heads, config.head_dim, config.num_hashes * (config.num_buckets // 2)
+        shape = (
+            config.num_attention_heads,
+            config.head_dim,
+            config.num_hashes * (config.num_buckets // 2),
+        )
         self.projection = nn.Buffer(torch.empty(shape))
 
     def init_own_parameters(self) -> None:
@@ -120,7 +143,7 @@ class ReformerMixer(TransformerMixer):
                 "pattern must not be 'reformer' with tensor parallelism, "
                 f"got {x.shape[2]} of {len(self.projection)} heads"
             )
-        directions = torch.einsum("bthd,hdn->bthn", wide(x), self.projection.to(wide(x).dtype))
+        directions = torch.einsum("bthd,hdn->bthn", upcast(x), self.projection.to(upcast(x).dtype))
         directions = directions.unflatten(-1, (self.config.num_hashes, -1))
         nearest = directions.abs().argmax(-1, keepdim=True)
         is_opposite = directions.gather(-1, nearest) < 0
@@ -136,7 +159,8 @@ class RoutingMixer(TransformerMixer):
     their own, and states that hold only the window.
     """
 
-    padding_last, takes_packed = True, False
+    padding_last = True
+    takes_packed = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -146,7 +170,9 @@ class RoutingMixer(TransformerMixer):
         del self.k_proj
         if self.share > 1:
             heads = config.num_key_value_heads // self.share
-            self.k_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.attention_bias)
+            self.k_proj = nn.Linear(
+                config.hidden_size, heads * config.head_dim, bias=config.attention_bias
+            )
 
     def init_own_parameters(self) -> None:
         """Centroids start in random directions."""
@@ -156,7 +182,11 @@ class RoutingMixer(TransformerMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
         share = _share(config, layer_idx)
-        near = {} if share == 1 else _near(config).spec(config.num_key_value_heads // share, config.head_dim)
+        near = (
+            {}
+            if share == 1
+            else _near(config).spec(config.num_key_value_heads // share, config.head_dim)
+        )
         return bucket_spec(config, share, 1) | near
 
     def own_loss(self, hidden_states: Tensor, context: Context) -> Tensor | None:
@@ -166,7 +196,7 @@ class RoutingMixer(TransformerMixer):
             if self.share > 1:
                 q = _in_turn(q, q.shape[2] // self.num_key_value_groups)[1]
             x = unit_length(q)
-        return 1 - wide(self._cosines(x)).amax(-1).mean(-1)
+        return 1 - upcast(self._cosines(x)).amax(-1).mean(-1)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `in_buckets`; and, of heads without buckets, of a `Window`."""
@@ -177,7 +207,9 @@ class RoutingMixer(TransformerMixer):
         (near_q, q), (near_v, v) = (_in_turn(x, v.shape[2]) for x in (q, v))
         near_k = self.by_head(self.k_proj(hidden_states))
         near_q, near_k = self.rotate(near_q, near_k, context.positions)
-        near, kept = window_attention(near_q, near_k, near_v, context, _near(self.config), Scores(self.scaling))
+        near, kept = window_attention(
+            near_q, near_k, near_v, context, _near(self.config), Scores(self.scaling)
+        )
         routed, states = in_buckets(self, q, v, self.buckets, context)
         both = [x.unflatten(2, (-1, self.num_key_value_groups)) for x in (near, routed)]
         return torch.stack(both, 3).flatten(2, 4), states | kept

@@ -8,8 +8,8 @@ from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.mixers.windowed import WindowedMixer
-from hf_memory.ops.contract import blank
 from hf_memory.ops.gate_channels import PARTS, UNIT, GateChannels
+from hf_memory.ops.layout import blank
 
 TOKENS_READ = State((), torch.long)  # their number
 
@@ -17,14 +17,18 @@ TOKENS_READ = State((), torch.long)  # their number
 def kept_heads(config) -> tuple[int, int]:
     """Number of the heads of keys and values that are kept, and of their channels, in eights with forget gates."""
     query_heads, heads, _, D, _ = config.attention_heads
-    return heads, D + (-(-PARTS * query_heads // heads // 8) * 8 if config.position == "forget" else 0)
+    return heads, D + (
+        -(-PARTS * query_heads // heads // 8) * 8 if config.position == "forget" else 0
+    )
 
 
 def counts(config) -> Spec:
     """The number of tokens read, and the sums of the logarithms of their forget gates: in float64, which adds a gate
     close to one even to a sum over a million tokens."""
     sums = State((config.num_attention_heads,), torch.float64)
-    return {"tokens_read": TOKENS_READ} | ({"forgotten": sums} if config.position == "forget" else {})
+    return {"tokens_read": TOKENS_READ} | (
+        {"forgotten": sums} if config.position == "forget" else {}
+    )
 
 
 class ForgetGates(SigmoidDecay):
@@ -53,7 +57,9 @@ class ForgetGates(SigmoidDecay):
         """q [B, T, HQ, D], k and v [B, T, H, D] with the sums c [B, T, HQ] in more channels."""
         return self.sums_in.extend(q, k, v, c, self.all_channels)
 
-    def settled(self, states: States, c: Tensor, bounded: dict[str, list[slice]], *, heads_first: bool) -> States:
+    def settled(
+        self, states: States, c: Tensor, bounded: dict[str, list[slice]], *, heads_first: bool
+    ) -> States:
         """The states with `forgotten` [B, HQ], from the sums c [B, HQ] up to the last token.
 
         Of keys whose number does not grow, the sums are moved by whole units, so that the newest is between -UNIT and 0
@@ -90,10 +96,13 @@ class ForgettingHeads(PlainHeads):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.forget, self.reads_step = ForgetGates(config, self.scaling), False
+        self.forget = ForgetGates(config, self.scaling)
+        self.reads_step = False
         states = {True: "keys", False: "full_keys"}
         parts = {states[is_near]: heads for is_near, heads in self.parts}
-        self.bounded = {name: heads for name, heads in parts.items() if self.spec[name].growth == "fixed"}
+        self.bounded = {
+            name: heads for name, heads in parts.items() if self.spec[name].growth == "fixed"
+        }
 
     @property
     def scores(self) -> Scores:
@@ -116,5 +125,7 @@ class ForgettingHeads(PlainHeads):
         inputs = self.forget.extend(*self.project_heads(hidden_states, None), c)
         o, states = self.attend(hidden_states, *inputs, context)
         if context.cu_seqlens is None:
-            states = self.forget.settled(states, c[:, -1], self.bounded, heads_first=self.retention is not None)
+            states = self.forget.settled(
+                states, c[:, -1], self.bounded, heads_first=self.retention is not None
+            )
         return self.o_proj(o[..., : self.value_dim].flatten(2)), states

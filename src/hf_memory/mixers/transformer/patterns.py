@@ -26,33 +26,53 @@ def _strided(config) -> tuple[Mask, Mask]:
 
 
 def _fixed(config) -> tuple[Mask, Mask]:
-    return own_block(config.pattern_size), block_ends(config.pattern_size, config.num_summary_tokens)
+    return own_block(config.pattern_size), block_ends(
+        config.pattern_size, config.num_summary_tokens
+    )
 
 
 def _blockwise(config) -> Window:
-    n, size = config.num_block_shifts, config.pattern_size
-    return Window(by_head(*(block_before(size, shift) for shift in range(n))), n * size, has_gaps=True, kinds=n)
+    n = config.num_block_shifts
+    size = config.pattern_size
+    return Window(
+        by_head(*(block_before(size, shift) for shift in range(n))),
+        n * size,
+        has_gaps=True,
+        kinds=n,
+    )
 
 
 def _longformer_by_head(config) -> Window:
-    w, step, first = config.pattern_size, config.dilation, config.num_sink_tokens
+    w = config.pattern_size
+    step = config.dilation
+    first = config.num_sink_tokens
     near = (by_head(window(w), dilated(w, step)) | sinks(first)) & window(w * step)
     return Window(near, w * step, first, has_gaps=True, kinds=2)
 
 
-LOCAL: dict[str, Callable[..., Window]] = {  # by name, from a config; caches drop all tokens that are not seen
+LOCAL: dict[
+    str, Callable[..., Window]
+] = {  # by name, from a config; caches drop all tokens that are not seen
     "block_local": lambda c: Window(block_local(c.pattern_size), 2 * c.pattern_size),
-    "dilated": lambda c: Window(dilated(c.pattern_size, c.dilation), c.pattern_size * c.dilation, has_gaps=True),
+    "dilated": lambda c: Window(
+        dilated(c.pattern_size, c.dilation), c.pattern_size * c.dilation, has_gaps=True
+    ),
     "longformer_by_head": _longformer_by_head,
     "blockwise": _blockwise,
 }
 SPARSE: dict[str, Callable[..., Window]] = {
     "strided": lambda c: Window(or_(*_strided(c)), c.pattern_size + 1),
-    "strided_by_head": lambda c: Window(by_head(*_strided(c)), c.pattern_size + 1, has_gaps=True, kinds=2),
+    "strided_by_head": lambda c: Window(
+        by_head(*_strided(c)), c.pattern_size + 1, has_gaps=True, kinds=2
+    ),
     "fixed": lambda c: Window(or_(*_fixed(c)), c.pattern_size),
     "fixed_by_head": lambda c: Window(by_head(*_fixed(c)), c.pattern_size, has_gaps=True, kinds=2),
-    "bigbird": lambda c: Window(bigbird(c.pattern_size, c.num_random_blocks, c.pattern_seed), 2 * c.pattern_size),
-    "linformer": lambda c: Window(own_block(c.pattern_size), c.pattern_size),  # summaries are separate
+    "bigbird": lambda c: Window(
+        bigbird(c.pattern_size, c.num_random_blocks, c.pattern_seed), 2 * c.pattern_size
+    ),
+    "linformer": lambda c: Window(
+        own_block(c.pattern_size), c.pattern_size
+    ),  # summaries are separate
 }
 
 
@@ -62,7 +82,11 @@ def pattern_of(config, layer_idx: int) -> Any:
     if config.layer_types[layer_idx] == "sliding_heads":
         return Window.of_last(config.sliding_window, config.num_sink_tokens)
     if name == "adaptive_span":
-        reach = config.span_limits[layer_idx] if config.span_limits else config.max_span + config.span_ramp
+        reach = (
+            config.span_limits[layer_idx]
+            if config.span_limits
+            else config.max_span + config.span_ramp
+        )
         return Window.of_last(reach)
     if name not in LOCAL | SPARSE:
         return None

@@ -9,7 +9,7 @@ from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
 from hf_memory.convertible import Convertible
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Blocks
 
 
@@ -19,7 +19,9 @@ def _nothing(self, weights: Tensor, blocks: Blocks) -> None:
 
 def sinusoids(positions: Tensor, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """sin and cos of i / 10000^(2 d / channels) at positions i [...], each [..., channels / 2]."""
-    rate = 10000.0 ** (-torch.arange(0, channels, 2, device=positions.device, dtype=dtype) / channels)
+    rate = 10000.0 ** (
+        -torch.arange(0, channels, 2, device=positions.device, dtype=dtype) / channels
+    )
     angles = positions[..., None].to(dtype) * rate
     return angles.sin(), angles.cos()
 
@@ -44,7 +46,10 @@ class Learned(nn.Embedding):
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """Embeddings [B, T, hidden_size] of positions [B, T]."""
-        if not is_tracing(position_ids) and (newest := int(position_ids.max())) >= self.num_embeddings:
+        if (
+            not is_tracing(position_ids)
+            and (newest := int(position_ids.max())) >= self.num_embeddings
+        ):
             raise ValueError(
                 f"max_position_embeddings must be at least {newest + 1} to read a token at position {newest} with "
                 f"position='learned', got {self.num_embeddings}"
@@ -73,7 +78,9 @@ class Shaw(nn.Module):
         """See `Relation`."""
         values = _table(self.values, weights)
         shares = weights.new_zeros(*weights.shape[:3], len(values))
-        return (shares.scatter_add(-1, self._rows(weights, blocks), weights) @ values).transpose(1, 2)
+        return (shares.scatter_add(-1, self._rows(weights, blocks), weights) @ values).transpose(
+            1, 2
+        )
 
     def _rows(self, like: Tensor, blocks: Blocks) -> Tensor:
         return blocks.distance.clamp(max=self.keys.num_embeddings - 1)[:, None].expand(like.shape)
@@ -88,10 +95,13 @@ class TransformerXL(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        heads, D = config.num_attention_heads, config.head_dim
+        heads = config.num_attention_heads
+        D = config.head_dim
         self.content_bias = nn.Parameter(torch.empty(heads, D))
         self.distance_bias = nn.Parameter(torch.empty(heads, D))
-        self.distance_proj = nn.Parameter(torch.empty(heads * D, config.hidden_size))  # tensor parallelism splits rows
+        self.distance_proj = nn.Parameter(
+            torch.empty(heads * D, config.hidden_size)
+        )  # tensor parallelism splits rows
         self.std = config.initializer_range
 
     def init_own_parameters(self) -> None:
@@ -108,8 +118,11 @@ class TransformerXL(nn.Module):
         proj = self.distance_proj.unflatten(0, (-1, q.shape[-1]))
         sines, cosines = torch.einsum("bchd,hde->bhce", q, proj.to(dtype)).chunk(2, -1)
         E = 2 * sines.shape[-1]
-        (sin_i, cos_i), (sin_j, cos_j) = (sinusoids(x, E, dtype) for x in (blocks.asking, blocks.asked))
-        sin_i, cos_i = sin_i[:, None], cos_i[:, None]
+        (sin_i, cos_i), (sin_j, cos_j) = (
+            sinusoids(x, E, dtype) for x in (blocks.q_pos, blocks.k_pos)
+        )
+        sin_i = sin_i[:, None]
+        cos_i = cos_i[:, None]
         by_query = torch.cat([sines * sin_i + cosines * cos_i, cosines * sin_i - sines * cos_i], -1)
         by_key = torch.cat([cos_j, sin_j], -1).expand(B, -1, -1)
         of_distances = torch.einsum("bhce,bse->bhcs", by_query, by_key)
@@ -198,8 +211,11 @@ class AdaptiveSpan(Convertible, nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.inner: Any = RELATIONS[config.position](config) if config.position in RELATIONS else None
-        self.longest, self.ramp = config.max_span, config.span_ramp
+        self.inner: Any = (
+            RELATIONS[config.position](config) if config.position in RELATIONS else None
+        )
+        self.longest = config.max_span
+        self.ramp = config.span_ramp
         self.span = nn.Parameter(torch.empty(config.num_attention_heads))  # relative to max_span
 
     def start_open(self, half_life: int) -> None:
@@ -209,13 +225,13 @@ class AdaptiveSpan(Convertible, nn.Module):
     @property
     def spans(self) -> Tensor:
         """The span of each head in tokens, [HQ]."""
-        return self.longest * wide(self.span).clamp(0, 1)
+        return self.longest * upcast(self.span).clamp(0, 1)
 
     def forward(self, scores: Tensor, blocks: Blocks, scaling: float) -> Tensor:
         """See `Relation`."""
         if self.inner is not None:
             scores = self.inner(scores, blocks, scaling)
-        free = self.longest * wide(self.span)
+        free = self.longest * upcast(self.span)
         z = (free + (self.spans - free).detach()).to(scores.dtype)[:, None, None]
         m = ((self.ramp + z - blocks.distance[:, None]) / self.ramp).clamp(0, 1)
         return scores + torch.where(m > 0, m.clamp(min=torch.finfo(m.dtype).tiny).log(), -torch.inf)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import (
     BLOCK,
     Attended,
@@ -40,7 +40,11 @@ class NewBlocks(NamedTuple):
 
 
 def new_blocks(
-    complete: Callable[[Tensor], Tensor], tokens_read: Tensor, states: States, sizes: tuple[int, int], rate: int
+    complete: Callable[[Tensor], Tensor],
+    tokens_read: Tensor,
+    states: States,
+    sizes: tuple[int, int],
+    rate: int,
 ) -> NewBlocks:
     """The blocks that get their slots with the new tokens.
 
@@ -57,7 +61,13 @@ def new_blocks(
     ends = (numbers + 1) * rate - 1 - before[:, None]
     places = sizes[0] + 1 - rate + ends[..., None] + torch.arange(rate, device=tokens_read.device)
     numbers = numbers.where(ends < (tokens_read - before)[:, None], -1)
-    return NewBlocks(first, complete(tokens_read) - first, numbers, ends, places.clamp(0, sum(sizes) - 1).flatten(1))
+    return NewBlocks(
+        first,
+        complete(tokens_read) - first,
+        numbers,
+        ends,
+        places.clamp(0, sum(sizes) - 1).flatten(1),
+    )
 
 
 class CompressiveMixer(SegmentMixer):
@@ -76,10 +86,17 @@ class CompressiveMixer(SegmentMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
         _, heads, _, D, _ = config.attention_heads
-        rate, window = config.compression_rate, segment_window(config)
-        slots = config.compressed_length + window.reach // rate  # also those whose tokens are still visible themselves
+        rate = config.compression_rate
+        window = segment_window(config)
+        slots = (
+            config.compressed_length + window.reach // rate
+        )  # also those whose tokens are still visible themselves
         sizes = {"compressed": slots, "block": rate - 1}
-        spec = {f"{kind}_{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values")}
+        spec = {
+            f"{kind}_{x}": State((n, heads, D), None)
+            for kind, n in sizes.items()
+            for x in ("keys", "values")
+        }
         return window.spec(heads, D) | {"tokens_read": TOKENS_READ} | spec
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -93,15 +110,25 @@ class CompressiveMixer(SegmentMixer):
         near = self.attend_segment(hidden_states, q, tokens, past, context)
         slots, blocks, states = self._slots(plain.detach(), v.detach(), tokens_read, context)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
-        return joined_softmax(near, far)[0], past.states | states | compressed | {"tokens_read": tokens_read}
+        return joined_softmax(near, far)[0], past.states | states | compressed | {
+            "tokens_read": tokens_read
+        }
 
     def _slots(
         self, k: Tensor, v: Tensor, tokens_read: Tensor, context: Context
     ) -> tuple[list[Tensor], NewBlocks, States]:
         """Keys and values [B, U, H, D] of blocks whose last token is new, these blocks, and the states."""
         rate, (B, T) = self.config.compression_rate, k.shape[:2]
-        read, states = kept(context.states, {"block_keys": k, "block_values": v}, rate - 1, context.lengths)
-        blocks = new_blocks(lambda tokens_read: tokens_read // rate, tokens_read, context.states, (rate - 1, T), rate)
+        read, states = kept(
+            context.states, {"block_keys": k, "block_values": v}, rate - 1, context.lengths
+        )
+        blocks = new_blocks(
+            lambda tokens_read: tokens_read // rate,
+            tokens_read,
+            context.states,
+            (rate - 1, T),
+            rate,
+        )
         slots = []
         for compress, x in zip((self.compress_keys, self.compress_values), read):
             x = compress(take(x, blocks.places).unflatten(1, (-1, rate)).flatten(0, 1)).detach()
@@ -119,21 +146,29 @@ class CompressiveMixer(SegmentMixer):
         if self.config.compression != "convolution":
             return None
         if context.cu_seqlens is not None:
-            parts: Any = [self.own_loss(hidden_states[:, here], alone) for here, alone in context.apart()]
+            parts: Any = [
+                self.own_loss(hidden_states[:, here], alone) for here, alone in context.apart()
+            ]
             return torch.cat(parts, 1)
         L, (B, T) = self.config.segment_length, hidden_states.shape[:2]
-        back, n = self.config.past_window // L + 1, -(-T // L)
+        back = self.config.past_window // L + 1
+        n = -(-T // L)
         if n <= back:
-            return torch.zeros_like(wide(hidden_states[..., 0]))
+            return torch.zeros_like(upcast(hidden_states[..., 0]))
         with torch.no_grad():
             whole = F.pad(hidden_states, (0, 0, 0, n * L - T)).unflatten(1, (n, L))
-            q, k, v = self.split_heads(*(proj(whole) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+            q, k, v = self.split_heads(
+                *(proj(whole) for proj in (self.q_proj, self.k_proj, self.v_proj))
+            )
             q, k = self.normalize_and_rotate(q, k, None)
             q, k, v = (x.flatten(0, 1) for x in (q[:, back:], k[:, :-back], v[:, :-back]))
         attend = partial(F.scaled_dot_product_attention, scale=self.scaling, enable_gqa=True)
-        q, k, v, slot_k, slot_v = (x.transpose(1, 2) for x in (q, k, v, self.compress_keys(k), self.compress_values(v)))
-        kept, compressed = attend(q, k, v), attend(q, slot_k, slot_v)  # [B * segments, HQ, L, D]
-        lost = wide(kept - compressed).square().mean((1, 3)).view(B, -1)
+        q, k, v, slot_k, slot_v = (
+            x.transpose(1, 2) for x in (q, k, v, self.compress_keys(k), self.compress_values(v))
+        )
+        kept = attend(q, k, v)
+        compressed = attend(q, slot_k, slot_v)  # [B * segments, HQ, L, D]
+        lost = upcast(kept - compressed).square().mean((1, 3)).view(B, -1)
         return F.pad(lost, (back * L, 0))[:, :T]
 
 
@@ -142,14 +177,17 @@ class Compression(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.kind, self.rate = config.compression, config.compression_rate
+        self.kind = config.compression
+        self.rate = config.compression_rate
         if self.kind == "convolution":
             self.weight = nn.Parameter(torch.empty(self.rate, config.head_dim, config.head_dim))
 
     def init_own_parameters(self) -> None:
         """A learned map starts as the mean."""
         if self.kind == "convolution":
-            init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight) / self.rate)
+            init.copy_(
+                self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight) / self.rate
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
@@ -176,7 +214,11 @@ class MostUsedMixer(SegmentMixer):
         (_, heads, _, D, _), window = config.attention_heads, segment_window(config)
         state = State((config.compressed_length, heads, D), None)
         slots = dict.fromkeys(("compressed_keys", "compressed_values"), state)
-        return window.spec(heads, D) | slots | {"usage": State((window.kept, heads)), "tokens_read": TOKENS_READ}
+        return (
+            window.spec(heads, D)
+            | slots
+            | {"usage": State((window.kept, heads)), "tokens_read": TOKENS_READ}
+        )
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, `tokens_read`, those of `attend_slots`, of blocks that no token
@@ -189,47 +231,81 @@ class MostUsedMixer(SegmentMixer):
         return joined_softmax(near, far)[0], past.states | usage | compressed
 
     @torch.no_grad()
-    def _slots(self, q, tokens: Tokens, past: Past, states: States) -> tuple[list[Tensor], NewBlocks, Tensor]:
+    def _slots(
+        self, q, tokens: Tokens, past: Past, states: States
+    ) -> tuple[list[Tensor], NewBlocks, Tensor]:
         """Keys and values [B, U, H, D] of blocks that leave sight, these blocks, and how much tokens were used."""
-        L, m, rate, T = self.config.segment_length, self.config.past_window, self.config.compression_rate, q.shape[1]
-        W, tokens_read = L + m - 1, past.states["tokens_read"]
+        L = self.config.segment_length
+        m = self.config.past_window
+        rate = self.config.compression_rate
+        T = q.shape[1]
+        W = L + m - 1
+        tokens_read = past.states["tokens_read"]
         usage = self._received(q, tokens, past.near)
         usage = F.pad(usage, (0, 0, W + T - usage.shape[1], 0))
         if states:
             usage = usage + F.pad(states["usage"], (0, 0, 0, T))
-        blocks = new_blocks(lambda tokens_read: (tokens_read // L * L - m) // rate, tokens_read, states, (W, T), rate)
-        best = take(usage, blocks.places).unflatten(1, (-1, rate)).argmax(2, keepdim=True)  # [B, U, 1, H]
-        places = blocks.places.unflatten(1, (-1, rate))[..., None].expand(-1, -1, -1, best.shape[-1])
+        blocks = new_blocks(
+            lambda tokens_read: (tokens_read // L * L - m) // rate,
+            tokens_read,
+            states,
+            (W, T),
+            rate,
+        )
+        best = (
+            take(usage, blocks.places).unflatten(1, (-1, rate)).argmax(2, keepdim=True)
+        )  # [B, U, 1, H]
+        places = blocks.places.unflatten(1, (-1, rate))[..., None].expand(
+            -1, -1, -1, best.shape[-1]
+        )
         index = places.gather(2, best)[:, :, 0, :, None]
-        slots = [x.gather(1, index.expand(-1, -1, -1, x.shape[-1])) for x in (past.keys, past.values)]
+        slots = [
+            x.gather(1, index.expand(-1, -1, -1, x.shape[-1])) for x in (past.keys, past.values)
+        ]
         return slots, blocks, usage
 
     def _received(self, q: Tensor, tokens: Tokens, near: Columns) -> Tensor:
         """The attention that each of the columns [B, S, H] receives from queries [B, T, HQ, D]."""
-        groups, i = near_blocks(q, tokens, near, None), 0
+        groups = near_blocks(q, tokens, near, None)
+        i = 0
         (_, S, H, _), C = near.keys.shape, groups[0].queries.shape[1]
-        sums = q.new_zeros(len(q), S + C, H, dtype=wide(q).dtype)  # the last block may be padded
+        sums = q.new_zeros(len(q), S + C, H, dtype=upcast(q).dtype)  # the last block may be padded
         for blocks in groups:
             weights, _ = self.scores.weights(blocks)
             received = weights.sum((2, 3)).mT.unflatten(0, (len(q), -1))  # [B, blocks, columns, H]
             n, seen = received.shape[1:3]
-            places = i + C * torch.arange(n, device=q.device)[:, None] + torch.arange(seen, device=q.device)
+            places = (
+                i
+                + C * torch.arange(n, device=q.device)[:, None]
+                + torch.arange(seen, device=q.device)
+            )
             sums.index_add_(1, places.flatten(), received.flatten(1, 2))
             i += n * C
         return sums[:, :S]
 
 
 def attend_slots(
-    mixer: SegmentMixer, q: Tensor, tokens: Tokens, slots: list[Tensor], blocks: NewBlocks, states: States
+    mixer: SegmentMixer,
+    q: Tensor,
+    tokens: Tokens,
+    slots: list[Tensor],
+    blocks: NewBlocks,
+    states: States,
 ) -> tuple[Attended, States]:
     """Attention of queries [B, T, HQ, D] to former slots and to new ones, keys and values [B, U, H, D] of these blocks.
 
     The states are `compressed_keys` and `compressed_values` [B, slots, H, D] of the last slots.
     """
     config = mixer.config
-    L, rate, n = config.segment_length, config.compression_rate, mixer.spec["compressed_keys"].shape[0]
-    (keys, values), new = kept(states, dict(zip(("compressed_keys", "compressed_values"), slots)), n, blocks.done)
-    numbers = torch.cat([blocks.first[:, None] + torch.arange(-n, 0, device=q.device), blocks.numbers], 1)
+    L = config.segment_length
+    rate = config.compression_rate
+    n = mixer.spec["compressed_keys"].shape[0]
+    (keys, values), new = kept(
+        states, dict(zip(("compressed_keys", "compressed_values"), slots)), n, blocks.done
+    )
+    numbers = torch.cat(
+        [blocks.first[:, None] + torch.arange(-n, 0, device=q.device), blocks.numbers], 1
+    )
     position = torch.where(numbers < 0, -1, (numbers + 1) * rate - 1)
     sees = slots_before(L, config.past_window, config.compressed_length * rate)
 

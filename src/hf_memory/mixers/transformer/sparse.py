@@ -29,13 +29,16 @@ from hf_memory.ops.masks import Mask, Tokens, causal, older, random_block, windo
 class SparseMixer(TransformerMixer):
     """Attention with a pattern that has near tokens, computed in blocks, and far tokens; the cache holds all tokens."""
 
-    padding_last, takes_packed = True, False
+    padding_last = True
+    takes_packed = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.compress: Any = None
         if config.patterns[layer_idx] == "linformer":
-            self.compress = nn.Parameter(torch.empty(config.num_summary_tokens, config.pattern_size))
+            self.compress = nn.Parameter(
+                torch.empty(config.num_summary_tokens, config.pattern_size)
+            )
 
     def init_own_parameters(self) -> None:
         """Sums start as means, with noise that makes them different."""
@@ -49,7 +52,8 @@ class SparseMixer(TransformerMixer):
         if context.states:  # with padding before the new tokens
             is_token = past.tokens.position >= 0
             past = past.map(lambda x: real_tokens_first(x, is_token)[0])
-        pattern, T = pattern_of(self.config, self.layer_idx), q.shape[1]
+        pattern = pattern_of(self.config, self.layer_idx)
+        T = q.shape[1]
         places = tokens.position[:, :1] + torch.arange(1 - pattern.reach, T, device=q.device)
         near = _at(past, places)._replace(sees=pattern.sees & window(pattern.reach))
         past = past._replace(sees=pattern.sees & older(pattern.reach))
@@ -61,7 +65,9 @@ def _last_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns
     """All queries see the last `num_summary_tokens` tokens of each complete block."""
     n = mixer.config.num_summary_tokens
     blocks = _in_blocks(past, mixer.config.pattern_size)
-    return _attend_summaries(mixer, q, tokens, blocks.map(lambda x: x[:, :, -n:].flatten(1, 2)), past)
+    return _attend_summaries(
+        mixer, q, tokens, blocks.map(lambda x: x[:, :, -n:].flatten(1, 2)), past
+    )
 
 
 def _sums_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
@@ -76,7 +82,9 @@ def _sums_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns
     )
     position = blocks.tokens.position[:, :, -1].repeat_interleave(n, 1)
     earlier = causal & Mask(lambda q, k: k // size < q // size)
-    return _attend_summaries(mixer, q, tokens, Columns(Tokens(position), keys, values, earlier), past)
+    return _attend_summaries(
+        mixer, q, tokens, Columns(Tokens(position), keys, values, earlier), past
+    )
 
 
 def _in_blocks(past: Columns, size: int) -> Columns:
@@ -84,12 +92,18 @@ def _in_blocks(past: Columns, size: int) -> Columns:
     pad = size - past.keys.shape[1] % size
     position = F.pad(past.tokens.position, (0, pad), value=-1)
     keys, values = (F.pad(x, (0, 0, 0, 0, 0, pad)) for x in (past.keys, past.values))
-    return Columns(Tokens(position), keys, values, past.sees).map(lambda x: x.unflatten(1, (-1, size)))
+    return Columns(Tokens(position), keys, values, past.sees).map(
+        lambda x: x.unflatten(1, (-1, size))
+    )
 
 
-def _attend_summaries(mixer: SparseMixer, q: Tensor, tokens: Tokens, summaries: Columns, past: Columns) -> Attended:
+def _attend_summaries(
+    mixer: SparseMixer, q: Tensor, tokens: Tokens, summaries: Columns, past: Columns
+) -> Attended:
     """Attention to summaries, `num_summary_tokens` for each block of the past."""
-    size, each, before = mixer.config.pattern_size, mixer.config.num_summary_tokens, past.keys.shape[1] - q.shape[1]
+    size = mixer.config.pattern_size
+    each = mixer.config.num_summary_tokens
+    before = past.keys.shape[1] - q.shape[1]
 
     def part(here: slice) -> slice:
         return slice(max(1, (before + here.stop) // size * each))
@@ -115,17 +129,22 @@ def _strided(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> At
 
 def _random(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
     """Groups are blocks of queries, which see the first block and their random blocks."""
-    config, T = mixer.config, q.shape[1]
+    config = mixer.config
+    T = q.shape[1]
     size = min(config.pattern_size, T)
     blocks = -(-T // size)
     pad = blocks * size - T
     position = F.pad(tokens.position, (0, pad), value=-1)
-    touched = tokens.position[:, ::size, None] // config.pattern_size + torch.arange(2, device=q.device)
+    touched = tokens.position[:, ::size, None] // config.pattern_size + torch.arange(
+        2, device=q.device
+    )
     drawn = [random_block(touched, i, config.pattern_seed) for i in range(config.num_random_blocks)]
     seen = F.pad(torch.cat(drawn, -1), (1, 0))  # [B, blocks, n], the first block among them
     twice = (seen[..., :, None] == seen[..., None, :]).tril(-1).any(-1)
     starts = torch.where(twice, -1, seen)[..., None] * config.pattern_size
-    places = torch.where(starts < 0, -1, starts + torch.arange(config.pattern_size, device=q.device))
+    places = torch.where(
+        starts < 0, -1, starts + torch.arange(config.pattern_size, device=q.device)
+    )
     columns = _at(past, places.flatten(1))
     asking = F.pad(q, (0, 0, 0, 0, 0, pad))
     both = _grouped(mixer, asking, position, columns, blocks)
@@ -133,7 +152,9 @@ def _random(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Att
     return o, mass
 
 
-def _grouped(mixer: SparseMixer, q: Tensor, position: Tensor, columns: Columns, groups: int) -> Attended:
+def _grouped(
+    mixer: SparseMixer, q: Tensor, position: Tensor, columns: Columns, groups: int
+) -> Attended:
     """Attention of queries [B, groups * size], each group to its columns [B, groups * n]: [B * groups, size]."""
     mine = columns.map(lambda x: x.unflatten(1, (groups, -1)).flatten(0, 1))
     asking, places = (x.unflatten(1, (groups, -1)).flatten(0, 1) for x in (q, position))

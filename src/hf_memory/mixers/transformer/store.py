@@ -35,7 +35,8 @@ class TopTokensMixer(TransformerMixer):
     no parameters of its own. The store is searched exactly, and gets no gradient.
     """
 
-    padding_last, takes_packed = True, False
+    padding_last = True
+    takes_packed = False
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -49,18 +50,26 @@ class TopTokensMixer(TransformerMixer):
         remembered = self.best_of_store(self.scores, q, tokens, past, context)
         return joined_softmax(self.attend_near(q, tokens, past.near), remembered)[0], past.states
 
-    def best_of_store(self, scores: Scores, q: Tensor, tokens: Tokens, past: Past, context: Context) -> Attended:
+    def best_of_store(
+        self, scores: Scores, q: Tensor, tokens: Tokens, past: Past, context: Context
+    ) -> Attended:
         """Attention of queries [B, T, HQ, D] to the memory_top_k tokens of the store that have the highest scores."""
-        W, k, T = self.config.sliding_window, self.config.memory_top_k, q.shape[1]
+        W = self.config.sliding_window
+        k = self.config.memory_top_k
+        T = q.shape[1]
         kept = past.keys.shape[1] - T
         both = past.keys.detach(), past.values.detach()
-        stored = columns(tokens, context.states.get("tokens_read"), *both, older(W) & window(kept + 1))
+        stored = columns(
+            tokens, context.states.get("tokens_read"), *both, older(W) & window(kept + 1)
+        )
         before = stored.keys.shape[1] - T
 
         def part(here: slice) -> slice:
             return slice(max(0, before + here.start - kept), max(1, before + min(here.stop, T) - W))
 
-        return attended_rows((_best(x, scores, k) for x in blocks_in_turn(q, tokens, BLOCK, stored, part)), q)
+        return attended_rows(
+            (_best(x, scores, k) for x in blocks_in_turn(q, tokens, BLOCK, stored, part)), q
+        )
 
 
 def _store(config, prefix: str = "") -> Window:
@@ -68,8 +77,10 @@ def _store(config, prefix: str = "") -> Window:
 
 
 def _best(blocks: Blocks, rule: Scores, k: int) -> Attended:
-    later_first = LEAST * blocks.asked[:, None, None]  # among scores that are exactly zero
-    unseen = torch.where(blocks.visible, later_first, -torch.inf)  # adding it is much faster than masked_fill_
+    later_first = LEAST * blocks.k_pos[:, None, None]  # among scores that are exactly zero
+    unseen = torch.where(
+        blocks.visible, later_first, -torch.inf
+    )  # adding it is much faster than masked_fill_
     scores = rule.of(blocks).add_(unseen[:, :, None])  # [B, H, G, C, S]
     best, places = scores.topk(min(k, scores.shape[-1]))
     weights, mass = softmax_of(best, best.isfinite())
@@ -87,7 +98,9 @@ def sums_at(places: Tensor, weights: Tensor, values: Tensor) -> Tensor:
     The values of the places, which are k times as large as the sums, are not stored.
     """
     B, S, H, V = values.shape
-    rows = torch.arange(B, device=values.device)[:, None] * S * H + torch.arange(H, device=values.device)
+    rows = torch.arange(B, device=values.device)[:, None] * S * H + torch.arange(
+        H, device=values.device
+    )
     rows = places * H + rows[..., None, None, None]
     o = F.embedding_bag(
         rows.flatten(0, -2),
@@ -138,7 +151,11 @@ class MemorizingMixer(TopTokensMixer):
         """See `attend`."""
         _, heads, _, D, _ = config.attention_heads
         near = _store(config)._replace(spare=0)
-        return near.spec(heads, D) | _store(config, "memory_").spec(heads, D) | {"tokens_read": TOKENS_READ}
+        return (
+            near.spec(heads, D)
+            | _store(config, "memory_").spec(heads, D)
+            | {"tokens_read": TOKENS_READ}
+        )
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window`, `tokens_read`, and of the window and the store, without rotation and with
@@ -147,7 +164,9 @@ class MemorizingMixer(TopTokensMixer):
         tokens, tokens_read = context.places(k)
         asking, keys = self.rotate(q, k, context.positions)
         past = _store(self.config)._replace(spare=0).read(keys, v, tokens, context)
-        store = _store(self.config, "memory_").read(unit_length(k).detach(), v.detach(), tokens, context)
+        store = _store(self.config, "memory_").read(
+            unit_length(k).detach(), v.detach(), tokens, context
+        )
         states = past.states | store.states | {"tokens_read": tokens_read}
         local = self.attend_near(asking, tokens, past.near)
         scaled = unit_length(q) * self.memory_scale.to(q.dtype)[:, None]

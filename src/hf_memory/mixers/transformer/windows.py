@@ -7,8 +7,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import BLOCK, Attended, Blocks, Scores, joined_softmax, near_blocks, rows_of
+from hf_memory.layers import upcast
+from hf_memory.mixers.attention_blocks import (
+    BLOCK,
+    Attended,
+    Blocks,
+    Scores,
+    joined_softmax,
+    near_blocks,
+    rows_of,
+)
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns, take, window_attention
 from hf_memory.mixers.positions import Positions
@@ -37,9 +45,14 @@ class LocalMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `window_attention`."""
-        inputs, pattern = self.projected(hidden_states, context), pattern_of(self.config, self.layer_idx)
+        inputs = self.projected(hidden_states, context)
+        pattern = pattern_of(self.config, self.layer_idx)
         reach = None  # also for a few tokens, and where reading spans would break a graph
-        if self.learns_spans and hidden_states.shape[1] > BLOCK and not torch.compiler.is_compiling():
+        if (
+            self.learns_spans
+            and hidden_states.shape[1] > BLOCK
+            and not torch.compiler.is_compiling()
+        ):
             reach = math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
         return window_attention(*inputs, context, pattern, self.scores, reach=reach)
 
@@ -47,7 +60,9 @@ class LocalMixer(TransformerMixer):
         """The mean of learned spans, the same for each token."""
         if not self.learns_spans:
             return None
-        return (self.config.span_loss_weight * self.relation.spans.mean()).expand(hidden_states.shape[:2])
+        return (self.config.span_loss_weight * self.relation.spans.mean()).expand(
+            hidden_states.shape[:2]
+        )
 
 
 class InfiniteMixer(TransformerMixer):
@@ -57,13 +72,19 @@ class InfiniteMixer(TransformerMixer):
     So texts can have any length without distances larger than those of training.
     """
 
-    padding_last, takes_packed = True, False
+    padding_last = True
+    takes_packed = False
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
-        spec, channels = _first_and_last(config).spec(*kept_heads(config)), config.rotating_channels(layer_idx)
-        return spec | counts(config) | ({"last_angles": State((1, channels), None)} if channels else {})
+        spec = _first_and_last(config).spec(*kept_heads(config))
+        channels = config.rotating_channels(layer_idx)
+        return (
+            spec
+            | counts(config)
+            | ({"last_angles": State((1, channels), None)} if channels else {})
+        )
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window`, `tokens_read`, and `last_angles` [B, 1, channels], the rotation of the
@@ -73,7 +94,8 @@ class InfiniteMixer(TransformerMixer):
         tokens, tokens_read = context.places(k)
         asking, k = self.rotate(q, k, context.positions)
         past = _first_and_last(self.config).read(k, v, tokens, context)
-        far, new = asking, past.states | {"tokens_read": tokens_read}
+        far = asking
+        new = past.states | {"tokens_read": tokens_read}
         if context.positions is not None:
             before = context.states.get("last_angles")
             turned, new["last_angles"] = _last_turn(q, context.positions, tokens, most, before)
@@ -93,30 +115,41 @@ class InfiniteMixer(TransformerMixer):
         since a product in float32 is the sum of two numbers of a shorter type.
         """
         (_, S, H, _), D = past.first.keys.shape, q.shape[-1]
-        products = torch.einsum("bthgd,bshd->bthgs", *(wide(x) for x in (far.unflatten(2, (H, -1)), past.first.keys)))
+        products = torch.einsum(
+            "bthgd,bshd->bthgs", *(upcast(x) for x in (far.unflatten(2, (H, -1)), past.first.keys))
+        )
         products = products.flatten(2, 3)
         more = products.to(q.dtype)
         q = torch.cat([q, more, (products - more).to(q.dtype)], -1)
-        unit = F.pad(torch.eye(S, dtype=q.dtype, device=q.device).repeat(1, 2), (D, 0))[None, :, None]
+        unit = F.pad(torch.eye(S, dtype=q.dtype, device=q.device).repeat(1, 2), (D, 0))[
+            None, :, None
+        ]
         near, first = (
             x._replace(keys=F.pad(x.keys, (0, 2 * S)), values=F.pad(x.values, (0, 2 * S)))
             for x in (past.near, past.first)
         )
         first = first._replace(keys=unit.expand_as(first.keys))
-        return rows_of(map(Scores(self.scaling).attend, near_blocks(q, tokens, near, first)), q)[..., :D]
+        return rows_of(map(Scores(self.scaling).attend, near_blocks(q, tokens, near, first)), q)[
+            ..., :D
+        ]
 
 
 def _first_and_last(config) -> Window:
     return Window.of_last(config.sliding_window, config.num_sink_tokens)
 
 
-def _last_turn(q: Tensor, angles: Positions, tokens: Tokens, most: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
+def _last_turn(
+    q: Tensor, angles: Positions, tokens: Tokens, most: int, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Queries [B, T, H, D] rotated like one at position `most`, and this rotation (or the last token's) as a state."""
-    halves, position = angles.halves().expand(len(q), -1, -1), tokens.position
+    halves = angles.halves().expand(len(q), -1, -1)
+    position = tokens.position
     newest = position.amax(1, keepdim=True)
     here = take(halves, (newest.clamp(max=most) - position[:, :1]).clamp(min=0))
     if before is not None:
-        here = torch.where(((newest < 0) | (position[:, :1] > most))[..., None], before.to(here.dtype), here)
+        here = torch.where(
+            ((newest < 0) | (position[:, :1] > most))[..., None], before.to(here.dtype), here
+        )
     return Positions.of_halves(here).turn(q), here
 
 
@@ -126,7 +159,9 @@ class SegmentMixer(TransformerMixer):
     Hidden states before the segment get no gradient, as if the text were read segment by segment.
     """
 
-    padding_last, takes_packed, passes_gradients = True, False, False
+    padding_last = True
+    takes_packed = False
+    passes_gradients = False
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -138,20 +173,28 @@ class SegmentMixer(TransformerMixer):
         q, tokens, past = self.read(segment_window(self.config), hidden_states, context)
         return self.attend_segment(hidden_states, q, tokens, past, context)[0], past.states
 
-    def attend_segment(self, hidden_states, q: Tensor, tokens: Tokens, past: Past, context: Context) -> Attended:
+    def attend_segment(
+        self, hidden_states, q: Tensor, tokens: Tokens, past: Past, context: Context
+    ) -> Attended:
         """Attention to the segment and the window before it, of which only the segment gets a gradient."""
         if not torch.is_grad_enabled():
             return self.attend_near(q, tokens, past.near)
-        own, m = causal & own_block(self.config.segment_length), self.config.past_window
-        segment = columns(tokens, context.states.get("tokens_read"), past.keys[:, m:], past.values[:, m:], own)
+        own = causal & own_block(self.config.segment_length)
+        m = self.config.past_window
+        segment = columns(
+            tokens, context.states.get("tokens_read"), past.keys[:, m:], past.values[:, m:], own
+        )
         _, k, v = self.projected(hidden_states.detach(), context)
         detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
         window = segment_window(self.config)
         before = window._replace(sees=window.sees & ~own).read(k, v, tokens, detached).near
-        return joined_softmax(self.attend_near(q, tokens, segment), self.attend_near(q, tokens, before))
+        return joined_softmax(
+            self.attend_near(q, tokens, segment), self.attend_near(q, tokens, before)
+        )
 
 
 def segment_window(config) -> Window:
     """The segment of a token, and the `past_window` tokens before it."""
-    L, m = config.segment_length, config.past_window
+    L = config.segment_length
+    m = config.past_window
     return Window(causal & segments(L, m), L + m)

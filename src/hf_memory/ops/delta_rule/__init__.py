@@ -5,17 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import (
-    Backend,
-    Dims,
-    Forms,
-    check_gate,
-    check_inputs,
-    check_tensor,
-    matrix_state,
-    without_padding,
-)
 from hf_memory.ops.delta_rule import chunk, one_token, reference
+from hf_memory.ops.dispatch import Backend, Forms
+from hf_memory.ops.inputs import Dims, check_gate, check_inputs, check_tensor, matrix_state
+from hf_memory.ops.layout import without_padding
 
 
 def _kernels():
@@ -92,11 +85,15 @@ def delta_rule(
     state = matrix_state("initial_state", initial_state, dims, like=q)
     forms, rest = (FORMS, [g]) if a is b is None else (RANK_ONE, _rank_one(g, a, b, dims, q))
     inputs = without_padding(mask, q, k, v, beta, *rest)
-    o, state = forms.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
+    o, state = forms.run(
+        backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens
+    )
     return o, state if output_final_state else None
 
 
-def _rank_one(g: Tensor | None, a: Tensor | None, b: Tensor | None, dims: Dims, q: Tensor) -> list[Tensor | None]:
+def _rank_one(
+    g: Tensor | None, a: Tensor | None, b: Tensor | None, dims: Dims, q: Tensor
+) -> list[Tensor | None]:
     """g for every key channel, a and b."""
     if a is None or b is None:
         raise ValueError(f"a and b must be given together, got {'b' if a is None else 'a'} alone")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.chunks import (
     add_product,
     chunk_size,
@@ -31,19 +32,30 @@ from hf_memory.ops.chunks import (
     unit_lower_inverse,
     vector_decays,
 )
-from hf_memory.ops.contract import first_derivatives_only, repeat_heads, with_bfloat16_products
+from hf_memory.ops.layout import repeat_heads
+from hf_memory.ops.precision import with_bfloat16_products
 
 CHUNK = 32  # takes fewer operations than 64
 
 
 @with_bfloat16_products
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, initial_state: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    *,
+    initial_state: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Same function as the reference."""
     T, HV = v.shape[1:3]
-    q, k = repeat_heads(q, HV), repeat_heads(k, HV)
-    return in_segments(_segment, chunk_size(T, CHUNK), initial_state, q, k, v, beta[..., None], g, scale=scale)
+    q = repeat_heads(q, HV)
+    k = repeat_heads(k, HV)
+    return in_segments(
+        _segment, chunk_size(T, CHUNK), initial_state, q, k, v, beta[..., None], g, scale=scale
+    )
 
 
 def _segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:
@@ -71,26 +83,47 @@ def diagonal_plus_rank_one(
 ) -> tuple[Tensor, Tensor]:
     """Same function as the reference."""
     T, HV = v.shape[1:3]
-    q, k, v = repeat_heads(q, HV), repeat_heads(k, HV), (beta[..., None] * v).to(v.dtype)
-    return in_segments(_rank_one_segment, chunk_size(T, CHUNK), initial_state, q, k, v, g, a, b, scale=scale)
+    q = repeat_heads(q, HV)
+    k = repeat_heads(k, HV)
+    v = (beta[..., None] * v).to(v.dtype)
+    return in_segments(
+        _rank_one_segment, chunk_size(T, CHUNK), initial_state, q, k, v, g, a, b, scale=scale
+    )
 
 
 def _rank_one_segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v, g, a, b = rows
     B, _, H, _ = v.shape
-    q, k, v, g, a, b = (split_chunks(x, C) for x in (scale * q, k, v, g, a, b))  # [NC, B * H, C, ...]
+    q, k, v, g, a, b = (
+        split_chunks(x, C) for x in (scale * q, k, v, g, a, b)
+    )  # [NC, B * H, C, ...]
     queries = rows_by_head(grouped_rows(q, k), k)
     reads = torch.cat([queries.to(b.dtype), _one_later(a, -1).unsqueeze(-3)], -3)
     writes = torch.stack([k.to(b.dtype), b]).unsqueeze(-3)
     found, read_in, write_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
-    q_in, a_in, (k_out, b_out) = read_in[..., :-1, :, :].flatten(-3, -2), read_in[..., -1, :, :], write_out.squeeze(-3)
+    q_in, a_in, (k_out, b_out) = (
+        read_in[..., :-1, :, :].flatten(-3, -2),
+        read_in[..., -1, :, :],
+        write_out.squeeze(-3),
+    )
     P_k, P_b = found[..., :-1, :, :].flatten(-3, -2)  # products of q with k and b
     A_k, A_b = _one_later(found[..., -1, :, :])  # products of a with k and b
     a_in = torch.cat([a[..., :1, :], a_in[..., :-1, :]], dim=-2)
-    P_k, P_b, A_k, q_in, a_in, k_out, b_out = (x.to(v.dtype) for x in (P_k, P_b, A_k, q_in, a_in, k_out, b_out))
+    P_k, P_b, A_k, q_in, a_in, k_out, b_out = (
+        x.to(v.dtype) for x in (P_k, P_b, A_k, q_in, a_in, k_out, b_out)
+    )
     ones = torch.ones_like(a[..., :1])
     o, S = _Pass.apply(
-        -A_b, P_b, q_in, -a_in, b_out, A_k @ v, ones, decay.squeeze(-3).mT, k_out.mT @ v, S.flatten(0, 1)
+        -A_b,
+        P_b,
+        q_in,
+        -a_in,
+        b_out,
+        A_k @ v,
+        ones,
+        decay.squeeze(-3).mT,
+        k_out.mT @ v,
+        S.flatten(0, 1),
     )
     return joined_chunks(o + P_k @ v, B, C), S.unflatten(0, (B, H))
 
@@ -108,18 +141,33 @@ def decayed(q: Tensor, k: Tensor, g: Tensor | None):
     """
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
     if g is None:
-        return rows_by_head(q @ k.mT, k).tril().flatten(-3, -2), (wide @ wide.mT).tril(-1), q, k, k.view_as(k), None
+        return (
+            rows_by_head(q @ k.mT, k).tril().flatten(-3, -2),
+            (wide @ wide.mT).tril(-1),
+            q,
+            k,
+            k.view_as(k),
+            None,
+        )
     queries = rows_by_head(q, k)
     if g.ndim == q.ndim:
-        reads, writes = torch.cat([queries.to(wide), wide.unsqueeze(-3)], -3), wide.unsqueeze(-3)
+        reads = torch.cat([queries.to(wide), wide.unsqueeze(-3)], -3)
+        writes = wide.unsqueeze(-3)
         found, read_in, k_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
         (P, A), (q_in, k_in) = ((x[..., :-1, :, :], x[..., -1, :, :]) for x in (found, read_in))
-        k_out, decay = k_out.squeeze(-3), decay.squeeze(-3)
+        k_out = k_out.squeeze(-3)
+        decay = decay.squeeze(-3)
     else:
         mask, enter, leave = scalar_decays(g)
-        P, A = rows_by_head(q @ k.mT, k) * mask.unsqueeze(-3), (wide @ wide.mT) * mask
-        q_in, k_in, k_out, decay = enter.unsqueeze(-3) * queries, enter * k, leave * k, enter[..., -1:, :]
-    P, q_in, k_in, k_out = (x.to(q.dtype) for x in (P.flatten(-3, -2), q_in.flatten(-3, -2), k_in, k_out))
+        P = rows_by_head(q @ k.mT, k) * mask.unsqueeze(-3)
+        A = (wide @ wide.mT) * mask
+        q_in = enter.unsqueeze(-3) * queries
+        k_in = enter * k
+        k_out = leave * k
+        decay = enter[..., -1:, :]
+    P, q_in, k_in, k_out = (
+        x.to(q.dtype) for x in (P.flatten(-3, -2), q_in.flatten(-3, -2), k_in, k_out)
+    )
     return P, A.tril(-1), q_in, k_in, k_out, decay.mT
 
 
@@ -133,8 +181,11 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, A, P, q, k, k_out, v, beta, decay, written, S):
         inverse = unit_lower_inverse(A)
-        solve, before = (inverse * beta.mT).to(v.dtype), []
-        R, X, o = torch.empty_like(v), torch.empty_like(v), v.new_empty(*q.shape[:3], v.shape[3])
+        solve = (inverse * beta.mT).to(v.dtype)
+        before = []
+        R = torch.empty_like(v)
+        X = torch.empty_like(v)
+        o = v.new_empty(*q.shape[:3], v.shape[3])
         each = zip(*(x.unbind() for x in (q, k, k_out.mT, v, P, solve, R, X, o)))
         for n, (q_n, k_n, k_out_n, v_n, P_n, solve_n, R_n, X_n, o_n) in enumerate(each):
             before.append(S_n := S.to(v.dtype))
@@ -152,8 +203,11 @@ class _Pass(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx, do, dS):
         inverse, P, q, k, k_out, beta, decay, R, X, *before = ctx.saved_tensors
-        S, inverse = torch.stack(before), inverse.to(R.dtype)
-        dS_after, W, minus_dR = torch.empty_like(S), torch.empty_like(R), torch.empty_like(R)  # W: of diag(beta) R
+        S = torch.stack(before)
+        inverse = inverse.to(R.dtype)
+        dS_after = torch.empty_like(S)
+        W = torch.empty_like(R)
+        minus_dR = torch.empty_like(R)  # W: of diag(beta) R
         for n in reversed(range(len(R))):
             dS_n = dS_after[n].copy_(dS)
             torch.bmm(inverse[n].mT, torch.baddbmm(P[n].mT @ do[n], k_out[n], dS_n), out=W[n])
@@ -163,6 +217,23 @@ class _Pass(torch.autograd.Function):
         dbeta = (W * R).sum(-1, keepdim=True, dtype=beta.dtype)
         ddecay = None
         if decay is not None:
-            ddecay = (S * dS_after).sum(-1, keepdim=True, dtype=decay.dtype).sum_to_size(decay.shape)
-        dA, dP, dq, dk, dk_out = -W @ X.mT, do @ X.mT, do @ S.mT, minus_dR @ S.mT, X @ dS_after.mT
-        return dA, dP, dq, dk, dk_out, -minus_dR, dbeta, ddecay, dS_after if ctx.writes else None, dS
+            ddecay = (
+                (S * dS_after).sum(-1, keepdim=True, dtype=decay.dtype).sum_to_size(decay.shape)
+            )
+        dA = -W @ X.mT
+        dP = do @ X.mT
+        dq = do @ S.mT
+        dk = minus_dR @ S.mT
+        dk_out = X @ dS_after.mT
+        return (
+            dA,
+            dP,
+            dq,
+            dk,
+            dk_out,
+            -minus_dR,
+            dbeta,
+            ddecay,
+            dS_after if ctx.writes else None,
+            dS,
+        )

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import Sample, in_float32, repeat_heads
+from hf_memory.ops.layout import repeat_heads
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.sample import Sample
 
 
 @in_float32
@@ -26,7 +28,8 @@ def delta_rule(
     With a and b:   S <- (diag(e^g) + b a^T) S + beta k v^T.
     """
     S = initial_state  # [B, HV, K, V]
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    q = repeat_heads(q, v.shape[2])
+    k = repeat_heads(k, v.shape[2])
     outputs = []
     for t in range(q.shape[1]):
         along_a = None if a is None else torch.einsum("bhkv,bhk->bhv", S, a[:, t])
@@ -50,7 +53,9 @@ def example(*, decay: str = "none", beta: str = "random", erase: str = "k", **si
     """
     s = Sample(**sizes)
     strength = s(s.HV)
-    strength = 2 * strength.sigmoid() if beta == "random" else strength.mul(1.5).round().abs().clamp(max=2)
+    strength = (
+        2 * strength.sigmoid() if beta == "random" else strength.mul(1.5).round().abs().clamp(max=2)
+    )
     rows = {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
     g = s.decay(decay)
     if erase == "own":

@@ -8,18 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import (
-    Backend,
-    blank,
-    check_gate,
-    check_inputs,
-    check_tensor,
-    choose_backend,
-    per_sequence,
-    repeat_heads,
-)
 from hf_memory.ops.deltaformer import chunk, reference
 from hf_memory.ops.deltaformer.weights import KERNELS, DeltaFormerState, rule
+from hf_memory.ops.dispatch import Backend, choose_backend
+from hf_memory.ops.inputs import check_gate, check_inputs, check_tensor
+from hf_memory.ops.layout import blank, per_sequence, repeat_heads
 
 BETA_MODES = ("none", "erase", "delta")
 FORMS = {"reference": reference, "chunk": chunk}
@@ -76,13 +69,22 @@ def deltaformer(
     check_inputs(q, k, v, cu_seqlens, grouped=True)
     state = _state(initial_state, k, v)
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
-        raise ValueError("initial_state and output_final_state must be left out when cu_seqlens packs sequences")
+        raise ValueError(
+            "initial_state and output_final_state must be left out when cu_seqlens packs sequences"
+        )
     _check_word("write_kernel", write_kernel, KERNELS)
     _check_word("read_kernel", read_kernel, KERNELS)
     shared: Any = {"mask": mask, "window": window, "cu_seqlens": cu_seqlens, "backend": backend}
-    write: Any = {"kernel": write_kernel, "beta_mode": beta_mode, "scale": write_scale, "initial_state": initial_state}
+    write: Any = {
+        "kernel": write_kernel,
+        "beta_mode": beta_mode,
+        "scale": write_scale,
+        "initial_state": initial_state,
+    }
     u = corrected_values(k, v, beta, **write, **shared)
-    state = DeltaFormerState(torch.cat([state.k, k.to(state.k.dtype)], 1), torch.cat([state.u, u], 1))
+    state = DeltaFormerState(
+        torch.cat([state.k, k.to(state.k.dtype)], 1), torch.cat([state.u, u], 1)
+    )
     o = read(q, state.k, state.u, kernel=read_kernel, scale=scale, **shared)
     return o, state if output_final_state else None
 
@@ -122,7 +124,8 @@ def corrected_values(
 
     def write(k, v, a, beta, mask, *, initial_state):
         now = rule(kernel, scale, k, S, mask, window, strict=True)
-        k, past = repeat_heads(k, v.shape[2]), initial_state._replace(k=repeat_heads(initial_state.k, v.shape[2]))
+        k = repeat_heads(k, v.shape[2])
+        past = initial_state._replace(k=repeat_heads(initial_state.k, v.shape[2]))
         if form == "triton":
             from hf_memory.ops.deltaformer.kernels import corrected_values as in_kernels
 
@@ -149,19 +152,23 @@ def read(
 
     The arguments are those of `deltaformer`. There are no kernels: "triton" stands for "chunk".
     """
-    heads, S = max(q.shape[2], u.shape[2]), k.shape[1] - q.shape[1]
+    heads = max(q.shape[2], u.shape[2])
+    S = k.shape[1] - q.shape[1]
     _check_read(q, k, u, heads)
     _check_word("kernel", kernel, KERNELS)
     if not q.numel():
         return q.new_zeros(*q.shape[:2], heads, u.shape[-1])
     mask = _full_mask(mask, S, q)
     if mask is not None:
-        q, k, u = blank(q, mask[:, S:]), blank(k, mask), blank(u, mask)
+        q = blank(q, mask[:, S:])
+        k = blank(k, mask)
+        u = blank(u, mask)
     form = reference if backend == "reference" else chunk
 
     def attend(q, k, u, mask, *, initial_state):
         now = rule(kernel, scale, k[:, S:], S, mask, window, strict=False)
-        k, u = repeat_heads(repeat_heads(k, u.shape[2]), heads), repeat_heads(u, heads)
+        k = repeat_heads(repeat_heads(k, u.shape[2]), heads)
+        u = repeat_heads(u, heads)
         return form.read(repeat_heads(q, heads), k, u, now)[0], initial_state
 
     return per_sequence(attend, cu_seqlens, q, k, u, mask, initial_state=())[0]
@@ -178,7 +185,12 @@ def _check_read(q: Tensor, k: Tensor, u: Tensor, heads: int) -> None:
 
 
 def _kernel_refuses(
-    k: Tensor, v: Tensor, past: DeltaFormerState, mask: Tensor | None, kernel: str, window: int | None
+    k: Tensor,
+    v: Tensor,
+    past: DeltaFormerState,
+    mask: Tensor | None,
+    kernel: str,
+    window: int | None,
 ) -> str | None:
     """The reason why no kernel supports a write; None if one does."""
     if kernel != "softmax" or window is not None or mask is not None or past.k.shape[1]:

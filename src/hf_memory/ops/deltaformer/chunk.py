@@ -14,9 +14,10 @@ The weights of a block are recomputed in the backward pass; only U is saved.
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import first_derivatives_only, in_float32
+from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.deltaformer.weights import DeltaFormerState, Rule, weights
 from hf_memory.ops.masks import Mask, Tokens, seen
+from hf_memory.ops.precision import in_float32
 
 BLOCK = 64  # rows
 COLUMNS = 512
@@ -24,21 +25,32 @@ COLUMNS = 512
 
 @in_float32
 def corrected_values(
-    k: Tensor, v: Tensor, a: Tensor, beta: Tensor, past: DeltaFormerState, rule: Rule, *, block: int = BLOCK
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    beta: Tensor,
+    past: DeltaFormerState,
+    rule: Rule,
+    *,
+    block: int = BLOCK,
 ) -> tuple[Tensor, tuple]:
     """Same function as the reference."""
     k_all = torch.cat([past.k, k], 1).transpose(1, 2)  # [B, H, S + T, K]
     w, v, past_u = (x.transpose(1, 2) for x in (rule.scale * k, v, past.u))
     a, beta = (x.transpose(1, 2)[..., None] for x in (a, beta))  # [B, H, T, 1]
     settings = (rule.kernel, rule.mask, block)
-    return _Write.apply(w, k_all, v, a, beta, past_u, rule.columns.position, settings).transpose(1, 2), ()
+    return _Write.apply(w, k_all, v, a, beta, past_u, rule.columns.position, settings).transpose(
+        1, 2
+    ), ()
 
 
 @in_float32
 def read(q: Tensor, k: Tensor, u: Tensor, rule: Rule) -> tuple[Tensor, tuple]:
     """Same function as the reference."""
     q, k, u = (x.transpose(1, 2) for x in (rule.scale * q, k, u))
-    return _Read.apply(q, k, u, rule.columns.position, (rule.kernel, rule.mask, BLOCK)).transpose(1, 2), ()
+    return _Read.apply(q, k, u, rule.columns.position, (rule.kernel, rule.mask, BLOCK)).transpose(
+        1, 2
+    ), ()
 
 
 def _blocks(T: int, block: int) -> list[slice]:
@@ -51,7 +63,8 @@ def _seen(mask: Mask, position: Tensor, T: int, rows: slice) -> Tensor:
     The number of columns is rounded up, so that few different sizes occur and memory can be reused. Bounds are counted
     from the end, or left out, since torch.compile would treat a growing bound as a constant.
     """
-    columns, last = Tokens(position), position.shape[1] - T + rows.stop
+    columns = Tokens(position)
+    last = position.shape[1] - T + rows.stop
     wanted = -(-last // COLUMNS) * COLUMNS
     asking = columns.of(slice(rows.start - T, None if rows.stop == T else rows.stop - T))
     return seen(mask, asking, columns.of(slice(wanted)) if wanted < position.shape[1] else columns)
@@ -69,32 +82,47 @@ class _Write(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, w, k, v, a, beta, past_u, position, settings):
-        S, T = past_u.shape[2], v.shape[2]
+        S = past_u.shape[2]
+        T = v.shape[2]
         U = torch.cat([past_u, torch.zeros_like(v)], dim=2)
         for rows in _blocks(T, settings[-1]):
             sees = _seen(settings[1], position, T, rows)
             P = weights(w[:, :, rows] @ k[:, :, : sees.shape[-1]].mT, sees, settings[0])
-            before, here = S + rows.start, slice(S + rows.start, S + rows.stop)
-            R = a[:, :, rows] * v[:, :, rows] - beta[:, :, rows] * (P[..., :before] @ U[:, :, :before])
+            before = S + rows.start
+            here = slice(S + rows.start, S + rows.stop)
+            R = a[:, :, rows] * v[:, :, rows] - beta[:, :, rows] * (
+                P[..., :before] @ U[:, :, :before]
+            )
             system = beta[:, :, rows] * P[..., here]
-            U[:, :, here] = torch.linalg.solve_triangular(system, R, upper=False, unitriangular=True)
+            U[:, :, here] = torch.linalg.solve_triangular(
+                system, R, upper=False, unitriangular=True
+            )
         ctx.save_for_backward(w, k, v, a, beta, U, position)
-        ctx.settings, ctx.S = settings, S
+        ctx.settings = settings
+        ctx.S = S
         return U[:, :, S:].clone()
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx, dU_new):
         w, k, v, a, beta, U, position = ctx.saved_tensors
-        S, settings = ctx.S, ctx.settings
+        S = ctx.S
+        settings = ctx.settings
         dU = torch.cat([torch.zeros_like(U[:, :, :S]), dU_new], dim=2)
-        G, dw, dk, dbeta = torch.empty_like(v), torch.empty_like(w), torch.zeros_like(k), torch.empty_like(beta)
+        G = torch.empty_like(v)
+        dw = torch.empty_like(w)
+        dk = torch.zeros_like(k)
+        dbeta = torch.empty_like(beta)
         for rows in reversed(_blocks(v.shape[2], settings[-1])):
             sees = _seen(settings[1], position, v.shape[2], rows)
-            columns, before, here = sees.shape[-1], S + rows.start, slice(S + rows.start, S + rows.stop)
+            columns = sees.shape[-1]
+            before = S + rows.start
+            here = slice(S + rows.start, S + rows.stop)
             P = weights(w[:, :, rows] @ k[:, :, :columns].mT, sees, settings[0])
             system = (beta[:, :, rows] * P[..., here]).mT
-            g = torch.linalg.solve_triangular(system, dU[:, :, here], upper=True, unitriangular=True)
+            g = torch.linalg.solve_triangular(
+                system, dU[:, :, here], upper=True, unitriangular=True
+            )
             dU[:, :, :before] -= P[..., :before].mT @ (beta[:, :, rows] * g)
             Y = -(g @ U[:, :, :columns].mT)
             dbeta[:, :, rows] = (P * Y).sum(-1, keepdim=True)
@@ -125,7 +153,9 @@ class _Read(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx, do):
         q, k, u, position = ctx.saved_tensors
-        dq, dk, du = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(u)
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(k)
+        du = torch.zeros_like(u)
         for rows in _blocks(q.shape[2], ctx.settings[-1]):
             sees = _seen(ctx.settings[1], position, q.shape[2], rows)
             columns = sees.shape[-1]

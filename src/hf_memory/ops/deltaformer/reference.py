@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import Sample, in_float32
 from hf_memory.ops.deltaformer.weights import DeltaFormerState, Rule, weights
 from hf_memory.ops.masks import seen
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.sample import Sample
 
 
 @in_float32
@@ -16,9 +17,11 @@ def corrected_values(
     k: Tensor, v: Tensor, a: Tensor, beta: Tensor, past: DeltaFormerState, rule: Rule
 ) -> tuple[Tensor, tuple]:
     """u_t = a_t v_t - beta_t sum_{i<t} kernel(k_i, k_t) u_i; all heads repeated to those of v."""
-    S, T = past.u.shape[1], v.shape[1]
+    S = past.u.shape[1]
+    T = v.shape[1]
     sees = seen(rule.mask, rule.columns.of(slice(S, S + T)), rule.columns)  # [B, 1, T, S + T]
-    keys, u = torch.cat([past.k, k], 1), past.u
+    keys = torch.cat([past.k, k], 1)
+    u = past.u
     for t in range(T):
         scores = rule.scale * torch.einsum("bhk,bshk->bhs", k[:, t], keys[:, : S + t])
         p = weights(scores, sees[:, :, t, : S + t], rule.kernel)
@@ -38,12 +41,17 @@ def read(q: Tensor, k: Tensor, u: Tensor, rule: Rule) -> tuple[Tensor, tuple]:
 
 
 def example(
-    *, write_kernel: str = "softmax", read_kernel: str = "softmax", beta_mode: str = "erase", **sizes: Any
+    *,
+    write_kernel: str = "softmax",
+    read_kernel: str = "softmax",
+    beta_mode: str = "erase",
+    **sizes: Any,
 ) -> dict:
     """Valid random arguments, with a state of three tokens; `sizes` are arguments of `Sample`."""
     s = Sample(**sizes)
     rows = {"q": 3 * s.unit(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
-    beta, past_k = s(s.HV).sigmoid(), F.normalize(s.normal(s.B, 3, s.H, s.K), dim=-1)
+    beta = s(s.HV).sigmoid()
+    past_k = F.normalize(s.normal(s.B, 3, s.H, s.K), dim=-1)
     return s.arguments(
         rows,
         beta=None if beta_mode == "none" else beta,

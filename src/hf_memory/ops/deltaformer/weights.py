@@ -26,13 +26,27 @@ class Rule(NamedTuple):
     columns: Tokens  # the past, then the present
 
 
-def rule(kernel: str, scale: float | None, k: Tensor, S: int, mask: Tensor | None, tokens: int | None, *, strict: bool):
+def rule(
+    kernel: str,
+    scale: float | None,
+    k: Tensor,
+    S: int,
+    mask: Tensor | None,
+    tokens: int | None,
+    *,
+    strict: bool,
+):
     """The rule for keys k [B, T, H, K] after a past of S columns; the arguments are those of `deltaformer`."""
     T = S + k.shape[1]
     columns = all_tokens(T, k) if mask is None else Tokens(count(mask))
     sees = earlier if strict else causal
     default = k.shape[-1] ** -0.5 if kernel == "softmax" else 1.0
-    return Rule(kernel, default if scale is None else scale, sees if tokens is None else sees & window(tokens), columns)
+    return Rule(
+        kernel,
+        default if scale is None else scale,
+        sees if tokens is None else sees & window(tokens),
+        columns,
+    )
 
 
 class _Round(torch.autograd.Function):

@@ -4,16 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_memory.ops.contract import (
-    Backend,
-    Dims,
-    Forms,
-    check_gate,
-    check_inputs,
-    matrix_state,
-    named_state,
-    without_padding,
-)
+from hf_memory.ops.dispatch import Backend, Forms
+from hf_memory.ops.inputs import Dims, check_gate, check_inputs, matrix_state, named_state
+from hf_memory.ops.layout import without_padding
 from hf_memory.ops.linear_attention import chunk, one_token, reference
 from hf_memory.ops.linear_attention.reference import LinearState
 
@@ -24,7 +17,9 @@ def _kernels():
     return linear_attention
 
 
-FORMS = Forms(reference.linear_attention, chunk.linear_attention, one_token.linear_attention, _kernels, ("g",))
+FORMS = Forms(
+    reference.linear_attention, chunk.linear_attention, one_token.linear_attention, _kernels, ("g",)
+)
 
 
 def linear_attention(
@@ -73,7 +68,9 @@ def linear_attention(
     check_gate("g", g, dims, like=q, vector=True)
     state = _initial_state(initial_state, dims, q, normalize)
     inputs = without_padding(mask, q, k, v, g)
-    o, state = FORMS.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
+    o, state = FORMS.run(
+        backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens
+    )
     return o, state if output_final_state else None
 
 
@@ -81,7 +78,9 @@ def _initial_state(state, dims: Dims, q: Tensor, normalize: bool) -> Tensor | Li
     """The given state, or an empty one; float64 if q is, else float32."""
     if not normalize:
         if isinstance(state, tuple):
-            raise ValueError(f"initial_state must be a tensor with normalize=False, got {type(state).__name__}")
+            raise ValueError(
+                f"initial_state must be a tensor with normalize=False, got {type(state).__name__}"
+            )
         return matrix_state("initial_state", state, dims, like=q)
     heads = (dims.N, dims.HV, dims.K)
     return named_state(state, LinearState, [(*heads, dims.V), heads], like=q)

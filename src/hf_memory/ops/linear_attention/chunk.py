@@ -22,23 +22,34 @@ from hf_memory.ops.chunks import (
     split_chunks,
     vector_decays,
 )
-from hf_memory.ops.contract import repeat_heads, with_bfloat16_products
+from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
+from hf_memory.ops.precision import with_bfloat16_products
 
 CHUNK = 64
 
 
 @with_bfloat16_products
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, *, initial_state: Tensor | LinearState, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    *,
+    initial_state: Tensor | LinearState,
+    scale: float,
 ) -> tuple[Tensor, Tensor | LinearState]:
     """Same function as the reference."""
-    q, k, C = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2]), chunk_size(v.shape[1], CHUNK)
+    q = repeat_heads(q, v.shape[2])
+    k = repeat_heads(k, v.shape[2])
+    C = chunk_size(v.shape[1], CHUNK)
     if not isinstance(initial_state, LinearState):
         return in_segments(_segment, C, initial_state, q, k, v, g, scale=scale)
     S = torch.cat([initial_state.memory, initial_state.normalizer[..., None]], dim=-1)
     o, S = in_segments(_normalized_segment, C, S, q, k, v, g, scale=1.0)
-    return o, LinearState(S[..., :-1].contiguous(), S[..., -1].contiguous())  # a later call may overwrite them
+    return o, LinearState(
+        S[..., :-1].contiguous(), S[..., -1].contiguous()
+    )  # a later call may overwrite them
 
 
 def _normalized_segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:
@@ -53,9 +64,12 @@ def _segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tens
     q, k, v = (split_chunks(x, C) for x in (scale * q, k, v))  # [NC, B * H, C, ...]
     q = grouped_rows(q, k)
     A, q_in, k_out, decay = decayed(q, k, None if g is None else split_chunks(g, C))
-    outputs, S = [], S.flatten(0, 1)
+    outputs = []
+    S = S.flatten(0, 1)
     decays = [None] * len(v) if decay is None else decay.unbind()
-    for own, q_n, k_n, v_n, decay_n in zip((A @ v).unbind(), q_in.unbind(), k_out.mT.unbind(), v.unbind(), decays):
+    for own, q_n, k_n, v_n, decay_n in zip(
+        (A @ v).unbind(), q_in.unbind(), k_out.mT.unbind(), v.unbind(), decays
+    ):
         outputs.append(torch.baddbmm(own, q_n, S.to(q_n.dtype)))
         S = add_product(S, k_n, v_n, decay_n)
     return joined_chunks(torch.stack(outputs), B, C), S.unflatten(0, (B, H))
@@ -68,10 +82,14 @@ def decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Ten
     queries = rows_by_head(q, k)
     if g.ndim == q.ndim:
         A, q_in, k_out, decay = vector_decays(queries, k.unsqueeze(-3), g.unsqueeze(-3))
-        k_out, decay = k_out.squeeze(-3), decay.squeeze(-3)
+        k_out = k_out.squeeze(-3)
+        decay = decay.squeeze(-3)
     else:
         mask, enter, leave = scalar_decays(g)
-        A, q_in = rows_by_head(q @ k.mT, k) * mask.unsqueeze(-3), enter.unsqueeze(-3) * queries
-        k_out, decay = leave * k, enter[..., -1:, :]
-    A, q_in = A.flatten(-3, -2), q_in.flatten(-3, -2)
+        A = rows_by_head(q @ k.mT, k) * mask.unsqueeze(-3)
+        q_in = enter.unsqueeze(-3) * queries
+        k_out = leave * k
+        decay = enter[..., -1:, :]
+    A = A.flatten(-3, -2)
+    q_in = q_in.flatten(-3, -2)
     return A.to(q.dtype), q_in.to(q.dtype), k_out.to(k.dtype), decay.mT

@@ -1,6 +1,6 @@
 """Linear attention in Triton: programs walk a sequence chunk by chunk with a tile of the state in registers.
 
-The letters are those of ops/contract.py; b is the sum of g from the start of the chunk; no exponent is positive:
+The letters are those of ops/inputs.py; b is the sum of g from the start of the chunk; no exponent is positive:
 
     O = (Q e^b) S + A V,   A_ij = sum_d q_id k_jd e^(b_id - b_jd) for i >= j;   S <- e^(b_C) S + (K e^(b_C - b))^T V
 
@@ -66,7 +66,8 @@ def _forward_kernel(
 ):
     """Holds S [BK, BV] for all key channels and the i-th tile of value channels."""
     n, head, key_head, tile = program(meta.V, meta.BV, meta)
-    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)
     S = tl.load(states.S0 + i_s, mask=in_s, other=0.0)
@@ -79,7 +80,10 @@ def _forward_kernel(
         q_c = load_rows(rows.q, tokens, key_head, keys)
         k_c = load_rows(rows.k, tokens, key_head, keys)
         v_c = load_rows(rows.v, tokens, head, values)
-        gates, enter, leave, whole = 0.0, 1.0, 1.0, 1.0
+        gates = 0.0
+        enter = 1.0
+        leave = 1.0
+        whole = 1.0
         if meta.DECAY > 0:
             gates, enter, leave, whole = decays(rows.g, t, end, head, keys, meta.DECAY)
         if meta.NORMALIZE:
@@ -119,7 +123,8 @@ def _dv_kernel(
 ):
     """Holds dS [BK, BV] for all key channels and the i-th tile of value channels."""
     n, head, key_head, tile = program(meta.V, meta.BV, meta)
-    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)
     dS = load_state(d_states.ST, i_s, in_s)
@@ -130,7 +135,10 @@ def _dv_kernel(
         q_c = load_rows(rows.q, tokens, key_head, keys)
         k_c = load_rows(rows.k, tokens, key_head, keys)
         do_c = load_rows(d_out.o, tokens, head, values)
-        gates, enter, leave, whole = 0.0, 1.0, 1.0, 1.0
+        gates = 0.0
+        enter = 1.0
+        leave = 1.0
+        whole = 1.0
         if meta.DECAY > 0:
             gates, enter, leave, whole = decays(rows.g, t, end, head, keys, meta.DECAY)
         A = call.scale * scores(q_c, k_c, gates, True, meta)
@@ -145,7 +153,9 @@ def _dv_kernel(
 
 
 def _constants_of(q: Tensor, v: Tensor, g: Tensor | None) -> Constants:
-    return additive_constants(q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay_kind(g), q.dtype)[0]
+    return additive_constants(
+        q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay_kind(g), q.dtype
+    )[0]
 
 
 @torch.library.custom_op("hf_memory::linear_attention", mutates_args=())
@@ -168,9 +178,11 @@ def _forward(
     if segments is not None:
         (S, z), after = boundary_states(segments, rows, S, z)
         cu_seqlens = segments.bounds
-    o, den = torch.empty_like(v), None if z is None else S.new_empty(B, T, HV)
+    o = torch.empty_like(v)
+    den = None if z is None else S.new_empty(B, T, HV)
     ST, zT = (None if x is None or segments else torch.empty_like(x) for x in (S, z))
-    meta, call = meta._replace(NORMALIZE=z is not None), Call(cu_seqlens, tokens_of_sequences(q, S), scale)
+    meta = meta._replace(NORMALIZE=z is not None)
+    call = Call(cu_seqlens, tokens_of_sequences(q, S), scale)
     launcher(_forward_kernel, (S.shape[0] * HV * triton.cdiv(V, meta.BV),))(
         rows, States(S, ST, z, zT), Outputs(o, den), call, meta=meta, **options
     )
@@ -183,7 +195,9 @@ def _forward(
 def _(q, k, v, g, S, z, cu_seqlens, scale, segment):
     M = number_of_segments(q, cu_seqlens, S.shape[0], segment) if segment else 0
     den = None if z is None else S.new_empty(v.shape[:3])
-    zT, normalizers = (None, None) if z is None else (z.new_empty(z.shape), z.new_empty(M, *z.shape[1:]))
+    zT, normalizers = (
+        (None, None) if z is None else (z.new_empty(z.shape), z.new_empty(M, *z.shape[1:]))
+    )
     states, normalizers = (S.new_empty(M, *S.shape[1:]), normalizers) if segment else (None, None)
     return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), zT, den, states, normalizers)
 
@@ -202,7 +216,11 @@ def _backward(
     `rows` are q, k, v and g, `states` S and z before each segment, `gradients` those of the numerator and the
     denominator and of the final S and z.
     """
-    (q, k, v, g), (S, z), (do, dd, dST, dzT) = contiguous(*rows), contiguous(*states), contiguous(*gradients)
+    (q, k, v, g), (S, z), (do, dd, dST, dzT) = (
+        contiguous(*rows),
+        contiguous(*states),
+        contiguous(*gradients),
+    )
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
     given, (meta, options) = Rows(q, k, v, g=g), _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
@@ -211,9 +229,12 @@ def _backward(
         reads = Rows(k=q, v=do, beta=dd, g=g)
         (dST, dzT), before = boundary_states(segments, reads, dST, dzT, scale=scale, backwards=True)
         cu_seqlens = segments.bounds
-    dv, dS0 = torch.empty_like(v), None if segments else torch.empty_like(S)
+    dv = torch.empty_like(v)
+    dS0 = None if segments else torch.empty_like(S)
     call = Call(cu_seqlens, tokens_of_sequences(q, S), scale)
-    dq, dk, dg, dz0 = query_and_key_gradients(given, States(S, z0=z), Outputs(do, dd), States(ST=dST, zT=dzT), call)
+    dq, dk, dg, dz0 = query_and_key_gradients(
+        given, States(S, z0=z), Outputs(do, dd), States(ST=dST, zT=dzT), call
+    )
     launcher(_dv_kernel, (S.shape[0] * HV * triton.cdiv(V, meta.BV),))(
         given._replace(v=None), Outputs(do), States(dS0, dST), dv, call, meta=meta, **options
     )
@@ -236,13 +257,15 @@ def _save(ctx, inputs, output):
     q, k, v, g, S, z, cu_seqlens, ctx.scale, ctx.segment = inputs
     o, _, _, den, states, normalizers = output
     if ctx.segment:
-        S, z = states, None if z is None else normalizers
+        S = states
+        z = None if z is None else normalizers
     ctx.save_for_backward(q, k, v, g, S, z, cu_seqlens, *((None, None) if z is None else (o, den)))
 
 
 def _gradients(ctx, do, dST, dzT, *_):
     q, k, v, g, S, z, cu_seqlens, o, den = ctx.saved_tensors
-    do, dd = torch.zeros_like(v) if do is None else do, None
+    do = torch.zeros_like(v) if do is None else do
+    dd = None
     if z is None:
         dzT = None
     else:
@@ -251,8 +274,20 @@ def _gradients(ctx, do, dST, dzT, *_):
         do = (wide / den[..., None]).to(v.dtype)
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         dzT = z.new_zeros(N, *z.shape[1:]) if dzT is None else dzT
-    dq, dk, dv, dg, dS0, dz0 = _backward((q, k, v, g), (S, z), (do, dd, dST, dzT), cu_seqlens, ctx.scale, ctx.segment)
-    return dq, dk, dv, None if g is None else dg.to(g.dtype), dS0, None if z is None else dz0, None, None, None
+    dq, dk, dv, dg, dS0, dz0 = _backward(
+        (q, k, v, g), (S, z), (do, dd, dST, dzT), cu_seqlens, ctx.scale, ctx.segment
+    )
+    return (
+        dq,
+        dk,
+        dv,
+        None if g is None else dg.to(g.dtype),
+        dS0,
+        None if z is None else dz0,
+        None,
+        None,
+        None,
+    )
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

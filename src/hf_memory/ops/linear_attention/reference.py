@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import Sample, in_float32, repeat_heads
+from hf_memory.ops.layout import repeat_heads
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.sample import Sample
 
 EPS = 1e-6  # keeps the normaliser from zero
 
@@ -19,14 +21,21 @@ class LinearState(NamedTuple):
 
 @in_float32
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, *, initial_state: Tensor | LinearState, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    *,
+    initial_state: Tensor | LinearState,
+    scale: float,
 ) -> tuple[Tensor, Tensor | LinearState]:
     """S <- e^g S + k v^T;   o = scale S^T q,   or with z <- e^g z + k:   o = S^T q / (z^T q + eps)."""
     normalize = isinstance(initial_state, LinearState)
     S: Any
     z: Any
     S, z = initial_state if normalize else (initial_state, None)  # [B, HV, K, V], [B, HV, K]
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    q = repeat_heads(q, v.shape[2])
+    k = repeat_heads(k, v.shape[2])
     outputs = []
     for t in range(q.shape[1]):
         if g is not None:
@@ -45,8 +54,10 @@ def linear_attention(
 
 def example(*, decay: str = "none", normalize: bool = False, **sizes: Any) -> dict:
     """Valid random arguments; `decay` is "none", "scalar" or "vector", `sizes` are arguments of `Sample`."""
-    s, feature = Sample(**sizes), torch.nn.functional.softplus if normalize else (lambda x: x)
+    s = Sample(**sizes)
+    feature = torch.nn.functional.softplus if normalize else (lambda x: x)
     rows = {"q": feature(s(s.H, s.K)), "k": feature(s(s.H, s.K)), "v": s(s.HV, s.V)}
-    g, S = s.decay(decay), s.state()
+    g = s.decay(decay)
+    S = s.state()
     state = LinearState(S, 1 + s.normal(s.B, s.HV, s.K).abs()) if normalize else S
     return s.arguments(rows, g=g, initial_state=state, normalize=normalize)

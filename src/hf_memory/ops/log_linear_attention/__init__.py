@@ -5,16 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_memory.ops.contract import (
-    Backend,
-    check_gate,
-    check_inputs,
-    check_tensor,
-    choose_backend,
-    named_state,
-    per_sequence,
-    without_padding,
-)
+from hf_memory.ops.dispatch import Backend, choose_backend
+from hf_memory.ops.inputs import check_gate, check_inputs, check_tensor, named_state
+from hf_memory.ops.layout import per_sequence, without_padding
 from hf_memory.ops.log_linear_attention import chunk, reference
 from hf_memory.ops.log_linear_attention.reference import LogLinearState
 
@@ -69,7 +62,9 @@ def log_linear_attention(
     check_tensor("level_weights", level_weights, (dims.B, dims.T, dims.HV, L + 1), like=q)
     check_gate("beta", beta, dims, like=q)
     check_gate("g", g, dims, like=q, vector=True)
-    state = named_state(initial_state, LogLinearState, [(dims.N, L, dims.HV, dims.K, dims.V), (dims.N,)], like=q)
+    state = named_state(
+        initial_state, LogLinearState, [(dims.N, L, dims.HV, dims.K, dims.V), (dims.N,)], like=q
+    )
     inputs = without_padding(mask, q, k, v, level_weights, beta, g)
     backend = choose_backend(backend, q, "log-linear attention has none")
     op = reference.log_linear_attention

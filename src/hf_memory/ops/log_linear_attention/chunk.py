@@ -20,11 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.chunks import chunk_size, in_segments, joined_chunks, split_chunks, unit_lower_inverse
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.chunks import (
+    chunk_size,
+    in_segments,
+    joined_chunks,
+    split_chunks,
+    unit_lower_inverse,
+)
 from hf_memory.ops.delta_rule.chunk import decayed as decayed_delta
+from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.linear_attention.chunk import decayed
 from hf_memory.ops.log_linear_attention.reference import LogLinearState, level_between
+from hf_memory.ops.precision import in_float32
 
 CHUNK = 64
 
@@ -63,7 +70,8 @@ def log_linear_attention(
 ) -> tuple[Tensor, LogLinearState]:
     """Same function as the reference; `is_empty` says whether the initial state is known to be empty."""
     (B, T, H), L = v.shape[:3], level_weights.shape[-1] - 1
-    q, k = repeat_heads(q, H), repeat_heads(k, H)
+    q = repeat_heads(q, H)
+    k = repeat_heads(k, H)
     known = 0 if is_empty and counted is None else None
     n = initial_state.tokens_read[:, None]
     ends = n + (torch.arange(1, T + 1, device=q.device) if counted is None else counted.cumsum(1))
@@ -73,8 +81,12 @@ def log_linear_attention(
     past = Past(S[:, : len(held)], held, known)
     beta = None if beta is None else beta[..., None]
     C = chunk_size(T, CHUNK)
-    o, past = in_segments(_segment, C, past, q, k, v, level_weights, beta, g, starts, ends, scale=scale)
-    levels = torch.zeros_like(S).index_copy(1, _levels(past.held, q) - 1, past.S).unflatten(0, (B, H))
+    o, past = in_segments(
+        _segment, C, past, q, k, v, level_weights, beta, g, starts, ends, scale=scale
+    )
+    levels = (
+        torch.zeros_like(S).index_copy(1, _levels(past.held, q) - 1, past.S).unflatten(0, (B, H))
+    )
     tokens_read = initial_state.tokens_read + (T if counted is None else counted.sum(1))
     return o, LogLinearState(levels.transpose(1, 2).contiguous(), tokens_read)
 
@@ -83,30 +95,41 @@ def _held(tokens_read: int | None, L: int) -> list[int]:
     """The levels from 1 to L that hold a block after `tokens_read` tokens."""
     if tokens_read is None:
         return list(range(1, L + 1))
-    return [level for level in range(1, L) if tokens_read >> level - 1 & 1] + [L] * (tokens_read >> L - 1 > 0)
+    return [level for level in range(1, L) if tokens_read >> level - 1 & 1] + [L] * (
+        tokens_read >> L - 1 > 0
+    )
 
 
 def _segment(C: int, past: Past, rows: tuple, scale: float) -> tuple[Tensor, Past]:
     q, k, v, weights, beta, g, starts, ends = rows
     (B, T), L = v.shape[:2], weights.shape[-1] - 1
     tokens = torch.arange(-(-T // C) * C, device=q.device).clamp(max=T - 1).view(-1, C)
-    position, after = starts[:, tokens].transpose(0, 1), ends[:, tokens[:, -1:]].transpose(0, 1)  # [NC, B, C or 1]
-    q, k, v, weights = (split_chunks(x, C) for x in (scale * q, k, v, weights))  # [NC, B * H, C, ...]
+    position = starts[:, tokens].transpose(0, 1)
+    after = ends[:, tokens[:, -1:]].transpose(0, 1)  # [NC, B, C or 1]
+    q, k, v, weights = (
+        split_chunks(x, C) for x in (scale * q, k, v, weights)
+    )  # [NC, B * H, C, ...]
     beta, g = (None if x is None else split_chunks(x, C) for x in (beta, g))
     chunks = _chunks(q, k, beta, g)
     between = level_between(position[..., None], position[..., None, :], L)
-    own, outputs = (chunks.W * _at_levels(weights, between)) @ v, []
+    own = (chunks.W * _at_levels(weights, between)) @ v
+    outputs = []
     for n in range(len(v)):
         chunk = Chunks._make(None if x is None else x[n] for x in chunks)
-        read = torch.maximum(_levels(past.held, q), level_between(position[n], position[n, :, :1], L)[..., None])
+        read = torch.maximum(
+            _levels(past.held, q), level_between(position[n], position[n, :, :1], L)[..., None]
+        )
         outputs.append(own[n] + _wide(chunk.q, _at_levels(weights[n], read)) @ past.S.flatten(1, 2))
         past = _after(past, chunk, v[n], position[n], after[n], min(C, T - n * C), L)
     return joined_chunks(torch.stack(outputs), B, C), past
 
 
-def _after(past: Past, chunk: Chunks, v: Tensor, position: Tensor, after: Tensor, num_tokens: int, L: int) -> Past:
+def _after(
+    past: Past, chunk: Chunks, v: Tensor, position: Tensor, after: Tensor, num_tokens: int, L: int
+) -> Past:
     """The blocks after a chunk, including its tokens, at their new levels; position [B, C], after [B, 1]."""
-    before, later = past.tokens_read, None
+    before = past.tokens_read
+    later = None
     held = written = _held(None, L)
     if before is not None:
         later = before + num_tokens
@@ -133,7 +156,8 @@ def _chunks(q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None) -> Chun
 
 def _at_levels(weights: Tensor, levels: Tensor) -> Tensor:
     """The entries of weights [..., B * H, C, L + 1] at levels [..., B, C, n]."""
-    B, H = levels.shape[-3], weights.shape[-3] // levels.shape[-3]
+    B = levels.shape[-3]
+    H = weights.shape[-3] // levels.shape[-3]
     index = levels[..., None, :, :].expand(*levels.shape[:-2], H, *levels.shape[-2:])
     return weights.unflatten(-3, (B, H)).gather(-1, index).flatten(-4, -3)
 

@@ -6,13 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import Sample, in_float32, repeat_heads
+from hf_memory.ops.layout import repeat_heads
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.sample import Sample
 
 
 class LogLinearState(NamedTuple):
     """A memory for each block of tokens; there is a block for each one in the binary form of the number of tokens."""
 
-    levels: Tensor  # [N, L, HV, K, V]: index l - 1 has the block of level l (2^(l - 1) tokens) or zeros
+    levels: (
+        Tensor  # [N, L, HV, K, V]: index l - 1 has the block of level l (2^(l - 1) tokens) or zeros
+    )
     tokens_read: Tensor  # [N] int64
 
 
@@ -36,7 +40,8 @@ def log_linear_attention(
 ) -> tuple[Tensor, LogLinearState]:
     """S_l <- (I - beta k k^T) e^g S_l;   S_0 = beta k v^T;   o = scale sum_l lambda_l S_l^T q;   then merge blocks."""
     S, n = initial_state  # [B, L, HV, K, V], [B]
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    q = repeat_heads(q, v.shape[2])
+    k = repeat_heads(k, v.shape[2])
     outputs = []
     for t in range(q.shape[1]):
         if g is not None:
@@ -47,10 +52,13 @@ def log_linear_attention(
             write = beta[:, t, :, None] * write
             recalled = torch.einsum("blhkv,bhk->blhv", S, k[:, t])
             S = S - torch.einsum("bhk,blhv->blhkv", write, recalled)
-        S = torch.cat([torch.einsum("bhk,bhv->bhkv", write, v[:, t])[:, None], S], dim=1)  # levels 0 to L
+        S = torch.cat(
+            [torch.einsum("bhk,bhv->bhkv", write, v[:, t])[:, None], S], dim=1
+        )  # levels 0 to L
         outputs.append(torch.einsum("bhl,blhkv,bhk->bhv", level_weights[:, t], S, q[:, t]))
         after = n + (1 if counted is None else counted[:, t])
-        S, n = _joined(S, level_between(after, n, S.shape[1] - 1)), after
+        S = _joined(S, level_between(after, n, S.shape[1] - 1))
+        n = after
     return scale * torch.stack(outputs, dim=1), LogLinearState(S, n)
 
 
@@ -69,7 +77,9 @@ def example(*, decay: str = "none", delta: bool = False, levels: int = 8, **size
     """
     s = Sample(**sizes)
     rows = {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
-    level_weights, beta = F.softplus(s(s.HV, levels + 1)), 2 * s(s.HV).sigmoid() if delta else None
-    g, tokens_read = s.decay(decay), 13 - 7 * torch.arange(s.B) % 16  # another number for each row
+    level_weights = F.softplus(s(s.HV, levels + 1))
+    beta = 2 * s(s.HV).sigmoid() if delta else None
+    g = s.decay(decay)
+    tokens_read = 13 - 7 * torch.arange(s.B) % 16  # another number for each row
     state = LogLinearState(s.normal(s.B, levels, s.HV, s.K, s.V), tokens_read)
     return s.arguments(rows, level_weights=level_weights, beta=beta, g=g, initial_state=state)

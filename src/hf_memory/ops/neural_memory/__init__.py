@@ -12,19 +12,16 @@ from typing import Literal, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import (
-    Backend,
+from hf_memory.ops.dispatch import Backend, choose_backend, kernel_limits
+from hf_memory.ops.inputs import (
     Dims,
     check_chunk_size,
     check_gate,
     check_inputs,
     check_tensor,
-    choose_backend,
-    kernel_limits,
     named_state,
-    per_sequence,
-    without_padding,
 )
+from hf_memory.ops.layout import per_sequence, without_padding
 from hf_memory.ops.neural_memory.forms import form
 from hf_memory.ops.neural_memory.network import (
     ACTIVATIONS,
@@ -139,16 +136,29 @@ def neural_memory(
         o [B, T, HV, V] in the dtype of q, and the final state or None.
     """
     dims = check_inputs(q, k, v, cu_seqlens)
-    given = _checked(dims, q, lr=lr, momentum=momentum, decay=decay, threshold=threshold, muon_lr=muon_lr)
+    given = _checked(
+        dims, q, lr=lr, momentum=momentum, decay=decay, threshold=threshold, muon_lr=muon_lr
+    )
     pairs, window = _pairs(k, v, lr, earlier, dims)
     rule, norm = _rule(dims, q, weights, chunk_size, given, window, learning)
-    decay = None if chunk_size == 1 and rule.forget_to == "anchor" else decay  # else steps since the anchor decay
+    decay = (
+        None if chunk_size == 1 and rule.forget_to == "anchor" else decay
+    )  # else steps since the anchor decay
     P = sum(W[0].numel() for W in weights)
-    shapes = [(dims.N, dims.HV, width) for width in (P, 0 if momentum is None else P, P if chunk_size > 1 else 0)]
+    shapes = [
+        (dims.N, dims.HV, width)
+        for width in (P, 0 if momentum is None else P, P if chunk_size > 1 else 0)
+    ]
     state = named_state(initial_state, NeuralMemoryState, [*shapes, (dims.N,)], like=q)
     rows = *without_padding(mask, q, *pairs, momentum, decay, threshold, muon_lr), mask
-    op = form(choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule)), dims.T, initial_state is None)
-    o, state = per_sequence(op, cu_seqlens, *rows, initial_state=state, weights=tuple(weights), norm=norm, rule=rule)
+    op = form(
+        choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule)),
+        dims.T,
+        initial_state is None,
+    )
+    o, state = per_sequence(
+        op, cu_seqlens, *rows, initial_state=state, weights=tuple(weights), norm=norm, rule=rule
+    )
     return o, state if output_final_state else None
 
 
@@ -159,17 +169,23 @@ def _checked(dims: Dims, q: Tensor, **gates: Tensor | None) -> set[str]:
     return {name for name, gate in gates.items() if gate is not None}
 
 
-def _pairs(k: Tensor, v: Tensor, lr: Tensor, earlier: EarlierPairs | None, dims: Dims) -> tuple[list[Tensor], int]:
+def _pairs(
+    k: Tensor, v: Tensor, lr: Tensor, earlier: EarlierPairs | None, dims: Dims
+) -> tuple[list[Tensor], int]:
     """k, v and lr, to which earlier pairs are appended; and the number of pairs that each token learns."""
     if earlier is None:
         return [k, v, lr], 1
     if not isinstance(earlier, tuple) or len(earlier) != 3 or earlier[0].ndim != 5:
-        raise ValueError(f"earlier must be EarlierPairs with k [B, T, H, c, K], got {type(earlier).__name__}")
+        raise ValueError(
+            f"earlier must be EarlierPairs with k [B, T, H, c, K], got {type(earlier).__name__}"
+        )
     c = earlier[0].shape[3]
     shapes = ((dims.H, c, dims.K), (dims.HV, c, dims.V), (dims.HV, c))
     for name, x, shape in zip(EarlierPairs._fields, earlier, shapes):
         check_tensor(f"earlier.{name}", x, (dims.B, dims.T, *shape), like=k)
-    return [torch.cat([x[:, :, :, None], y.to(x.dtype)], 3) for x, y in zip((k, v, lr), earlier)], 1 + c
+    return [
+        torch.cat([x[:, :, :, None], y.to(x.dtype)], 3) for x, y in zip((k, v, lr), earlier)
+    ], 1 + c
 
 
 def _rule(
@@ -183,7 +199,8 @@ def _rule(
 ) -> tuple[Rule, Norm | None]:
     """The rule that the options describe, after checking them, and the norm."""
     options: dict = {"forget_to": None, **learning}
-    norm, bias = options.pop("norm", None), _check_weights(weights, dims, q)
+    norm = options.pop("norm", None)
+    bias = _check_weights(weights, dims, q)
     rule = Rule(chunk_size, bias=bias, muon="muon_lr" in given, window=window, **options)
     _check_options(dims, q, chunk_size, rule.residual, norm)
     _check_choice("activation", rule.activation, tuple(ACTIVATIONS))
@@ -191,7 +208,9 @@ def _rule(
     _check_choice("loss", rule.loss, tuple(LOSSES))
     _check_choice("retention", rule.retention, tuple(RETENTIONS))
     if (rule.loss == "huber") != ("threshold" in given):
-        raise ValueError(f"threshold must be given with loss='huber', and with it alone, got loss={rule.loss!r}")
+        raise ValueError(
+            f"threshold must be given with loss='huber', and with it alone, got loss={rule.loss!r}"
+        )
     if rule.muon and "momentum" not in given:
         raise ValueError("momentum must be given with muon_lr, got None")
     if rule.max_grad_norm is not None and not (rule.max_grad_norm > 0 and rule.is_linear):
@@ -199,12 +218,17 @@ def _rule(
             "max_grad_norm must be positive, or None with another loss or retention, Muon or earlier pairs, "
             f"got {rule.max_grad_norm}"
         )
-    return rule._replace(forget_to=rule.forget_to or ("initial" if len(weights) > 1 else "zero")), norm
+    return rule._replace(
+        forget_to=rule.forget_to or ("initial" if len(weights) > 1 else "zero")
+    ), norm
 
 
-def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:
+def _kernels_refuse(
+    q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule
+) -> str | None:
     """Why there is no kernel for this call, as a clause; None if there is one."""
-    b, widest = rule.chunk_size, max(dims.K, dims.V)
+    b = rule.chunk_size
+    widest = max(dims.K, dims.V)
     limits = MAX_KERNEL_CHUNKS[min(q.dtype.itemsize, 4)]
     chunk = next((tokens for channels, tokens in limits.items() if widest <= channels), None)
     network = len(weights) > 1 or b > 1
@@ -215,11 +239,23 @@ def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: No
         (rule.window > 1, "earlier must be None"),
         (rule.loss != "squared", f"loss must be 'squared', got {rule.loss!r}"),
         (rule.retention != "all", f"retention must be 'all', got {rule.retention!r}"),
-        (network and len(weights) != 2, f"weights must be 2 matrices, or 1 with chunk_size=1, got {len(weights)}"),
+        (
+            network and len(weights) != 2,
+            f"weights must be 2 matrices, or 1 with chunk_size=1, got {len(weights)}",
+        ),
         (network and rule.bias, "weights must be without bias"),
-        (network and rule.forget_to == "anchor", "forget_to must be 'initial' or 'zero', got 'anchor'"),
-        (chunk is None, f"K and V must be at most {max(limits)} in {q.dtype}, got {dims.K} and {dims.V}"),
-        (b > (chunk or b), f"chunk_size must be at most {chunk} with {widest} channels in {q.dtype}, got {b}"),
+        (
+            network and rule.forget_to == "anchor",
+            "forget_to must be 'initial' or 'zero', got 'anchor'",
+        ),
+        (
+            chunk is None,
+            f"K and V must be at most {max(limits)} in {q.dtype}, got {dims.K} and {dims.V}",
+        ),
+        (
+            b > (chunk or b),
+            f"chunk_size must be at most {chunk} with {widest} channels in {q.dtype}, got {b}",
+        ),
     )
     return next((reason for refused, reason in reasons if refused), kernel_limits(q, dims))
 
@@ -231,10 +267,18 @@ def _check_choice(name: str, given: str | None, choices: tuple) -> None:
 
 def _check_weights(weights: tuple[Tensor, ...], dims: Dims, q: Tensor) -> bool:
     """Whether the weights have biases."""
-    if not isinstance(weights, (tuple, list)) or not weights or not all(isinstance(W, Tensor) for W in weights):
-        raise ValueError(f"weights must be a tuple of tensors, one for each layer, got {type(weights).__name__}")
+    if (
+        not isinstance(weights, (tuple, list))
+        or not weights
+        or not all(isinstance(W, Tensor) for W in weights)
+    ):
+        raise ValueError(
+            f"weights must be a tuple of tensors, one for each layer, got {type(weights).__name__}"
+        )
     if any(W.ndim != 3 for W in weights):
-        raise ValueError(f"weights must be [HV, d_in, d_out] each, got {[tuple(W.shape) for W in weights]}")
+        raise ValueError(
+            f"weights must be [HV, d_in, d_out] each, got {[tuple(W.shape) for W in weights]}"
+        )
     bias = weights[0].shape[1] == dims.K + 1
     widths = [dims.K, *(W.shape[2] for W in weights[:-1]), dims.V]
     for n, (W, d_in, d_out) in enumerate(zip(weights, widths, widths[1:])):
@@ -245,9 +289,13 @@ def _check_weights(weights: tuple[Tensor, ...], dims: Dims, q: Tensor) -> bool:
 def _check_options(dims: Dims, q: Tensor, chunk_size: int, residual: bool, norm) -> None:
     check_chunk_size(chunk_size)
     if residual and dims.K != dims.V:
-        raise ValueError(f"residual must be False unless K equals V, got True with K={dims.K} and V={dims.V}")
+        raise ValueError(
+            f"residual must be False unless K equals V, got True with K={dims.K} and V={dims.V}"
+        )
     if norm is not None:
         if not isinstance(norm, (tuple, list)) or len(norm) != 2:
-            raise ValueError(f"norm must be a pair of tensors, weight and bias, got {type(norm).__name__}")
+            raise ValueError(
+                f"norm must be a pair of tensors, weight and bias, got {type(norm).__name__}"
+            )
         for name, x in zip(("norm[0]", "norm[1]"), norm):
             check_tensor(name, x, (dims.HV, dims.V), like=q)

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.neural_memory import dual, each_token, exact
 from hf_memory.ops.neural_memory.layout import Layout, arrange, layout_of, real_places, restore
 from hf_memory.ops.neural_memory.network import Inputs, NeuralMemoryState, Norm, Rule, enter, leave
 from hf_memory.ops.neural_memory.one_chunk import Layers, Memory
+from hf_memory.ops.precision import in_float32
 
 EXACT_CHUNK = 64
 
@@ -59,21 +60,31 @@ def neural_memory(
     W, S, A = (tuple(x.flatten(0, 1) for x in layers) for layers in enter(initial_state, weights))
     per_row: Any = None if norm is None else tuple(x.repeat(B, 1)[:, None] for x in norm)
     initial = tuple(W.expand(B, *W.shape).flatten(0, 1) for W in weights)
-    closed = [x if isinstance(x, bool) else x.repeat_interleave(HV)[:, None, None] for x in layout.closed]
+    closed = [
+        x if isinstance(x, bool) else x.repeat_interleave(HV)[:, None, None] for x in layout.closed
+    ]
     memory = Memory(W, S, A, initial, per_row, closed, rule)
     if rule.is_linear:
         run = forms[0] if is_exact else forms[1]
-        o, state = run(inputs, _coefficients(inputs.lr, inputs.momentum, inputs.decay, real), memory)
+        o, state = run(
+            inputs, _coefficients(inputs.lr, inputs.momentum, inputs.decay, real), memory
+        )
     else:
         o, state = each_token.run(inputs, *_of_each_token(inputs, real), memory)
     W, S, A = (tuple(x.unflatten(0, (B, HV)) for x in layers) for layers in state)
     return restore(o.unflatten(1, (B, HV)), T, mask, layout), leave(W, S, A, layout.phase, weights)
 
 
-def _coefficients(lr: Tensor, momentum: Tensor | None, decay: Tensor | None, real: Tensor | None) -> Coefficients:
+def _coefficients(
+    lr: Tensor, momentum: Tensor | None, decay: Tensor | None, real: Tensor | None
+) -> Coefficients:
     """Arguments are [NC, N, C]; `real` is 1 at tokens and 0 at padding, which changes neither weights nor momentum."""
     beta = None if decay is None else decay.cumsum(-1).exp()[..., None]
-    forgets = torch.ones_like(lr[..., None] * lr[..., None, :]).tril() if decay is None else _products(decay)
+    forgets = (
+        torch.ones_like(lr[..., None] * lr[..., None, :]).tril()
+        if decay is None
+        else _products(decay)
+    )
     if momentum is None:
         return Coefficients(forgets * lr[..., None, :], beta, None, None, None)
     if real is not None:

@@ -17,7 +17,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import first_derivatives_only
+from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.neural_memory.network import Inputs, Rule
 from hf_memory.ops.neural_memory.one_chunk import Chunk, Layers, Memory, Rows, Stacks
 
@@ -34,12 +34,23 @@ def run(inputs: Inputs, coefficients, memory: Memory):
         o [NC, N, C, V], and weights, momentum and anchor after the last chunk.
     """
     W, S, A, initial, norm, closed, rule = memory
-    L, none = len(W), [None] * len(W)
+    L = len(W)
+    none = [None] * len(W)
     M = [torch.cat(layers, dim=1) for layers in zip(W, S)] if S else W
-    tensors = (*_rows(inputs, coefficients, rule), *(norm or (None, None)), *M, *(A or none), *initial)
+    tensors = (
+        *_rows(inputs, coefficients, rule),
+        *(norm or (None, None)),
+        *M,
+        *(A or none),
+        *initial,
+    )
     o, *layers = _Pass.apply(rule, closed if A else [True, *closed[1:]], L, *tensors)
     stacks = [m.chunk(2 if S else 1, dim=1) for m in layers[:L]]
-    return o, (*(tuple(x) for x in zip(*stacks)), *(() if S else ((),)), tuple(layers[L:]) if A else ())
+    return o, (
+        *(tuple(x) for x in zip(*stacks)),
+        *(() if S else ((),)),
+        tuple(layers[L:]) if A else (),
+    )
 
 
 def _rows(inputs: Inputs, coefficients, rule: Rule) -> Rows:
@@ -58,8 +69,14 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rule, closed, L, *tensors):
         rows, norm, (M, A, I) = _group(tensors, L)
-        M, has_anchor, outputs, kept = tuple(m.clone() for m in M), bool(A), [], []
-        ctx.rule, ctx.closed, ctx.L, ctx.size = rule, closed, L, max(1, isqrt(len(rows.q)))
+        M = tuple(m.clone() for m in M)
+        has_anchor = bool(A)
+        outputs = []
+        kept = []
+        ctx.rule = rule
+        ctx.closed = closed
+        ctx.L = L
+        ctx.size = max(1, isqrt(len(rows.q)))
         for n in range(len(rows.q)):
             A = pick(closed[n], _weights(M, I), A)
             if n % ctx.size == 0:
@@ -75,16 +92,30 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, do, *d_layers):
-        L, closed, count = ctx.L, ctx.closed, len(Rows._fields) + 2 + 3 * ctx.L
+        L = ctx.L
+        closed = ctx.closed
+        count = len(Rows._fields) + 2 + 3 * ctx.L
         saved = ctx.saved_tensors  # read once: with checkpointing they can be unpacked only once
-        tensors, kept = saved[:count], saved[count:]
+        tensors = saved[:count]
+        kept = saved[count:]
         rows, norm, (*_, I) = _group(tensors, L)
-        dM, dA = [d.clone() for d in d_layers[:L]], list(d_layers[L:]) or [None] * L
-        dI, d_norm, d_rows = [None] * L, [None, None], [None if x is None else torch.empty_like(x) for x in rows]
+        dM = [d.clone() for d in d_layers[:L]]
+        dA = list(d_layers[L:]) or [None] * L
+        dI = [None] * L
+        d_norm = [None, None]
+        d_rows = [None if x is None else torch.empty_like(x) for x in rows]
         dA = _unpick(closed[-1], dM, dA)
         for start in reversed(range(0, len(rows.q), ctx.size)):
             first = start // ctx.size * 2 * L
-            chunks = _again(ctx, rows, norm, kept[first : first + L], _some(kept[first + L : first + 2 * L]), I, start)
+            chunks = _again(
+                ctx,
+                rows,
+                norm,
+                kept[first : first + L],
+                _some(kept[first + L : first + 2 * L]),
+                I,
+                start,
+            )
             for n in reversed(range(start, start + len(chunks))):
                 given, dM, dA = chunks.pop().backward(do[n], dM, dA, dI, d_norm)
                 for whole, part in zip(d_rows, given):
@@ -111,7 +142,8 @@ def _again(ctx, rows: Rows, norm, M: Stacks, A: Layers, I: Layers, start: int) -
 def _group(tensors, L: int):
     """Flat arguments -> rows, norm, and the layers of M, A and I, which are empty if absent."""
     n = len(Rows._fields)
-    norm, layers = tensors[n : n + 2], tensors[n + 2 :]
+    norm = tensors[n : n + 2]
+    layers = tensors[n + 2 :]
     parts = [_some(layers[i : i + L]) for i in range(0, 3 * L, L)]
     return Rows(*tensors[:n]), None if norm[0] is None else norm, parts
 

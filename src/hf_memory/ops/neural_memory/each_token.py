@@ -48,7 +48,11 @@ def run(inputs: Inputs, coefficients, muon, memory: Memory):
         memory = memory._replace(W=W, S=S)
         outputs.append(o)
     W, S, A = memory[:3]
-    return torch.stack(outputs), (W, S, pick(memory.closed[-1], W, A) if memory.rule.chunk_size > 1 else ())
+    return torch.stack(outputs), (
+        W,
+        S,
+        pick(memory.closed[-1], W, A) if memory.rule.chunk_size > 1 else (),
+    )
 
 
 def _chunk(inputs: Inputs, coefficients, muon, memory: Memory):
@@ -89,7 +93,9 @@ def _gradients(weights: Layers, inputs: Inputs, norm: Norm | None, rule: Rule) -
     k, v, lr = inputs.pairs
     threshold = None if inputs.threshold is None else inputs.threshold[:, :, None]
     weights = tuple(W[:, None] for W in weights)
-    activation, X, Z = ACTIVATIONS[rule.activation], [lift(k, rule)], []
+    activation = ACTIVATIONS[rule.activation]
+    X = [lift(k, rule)]
+    Z = []
     for W in weights:
         Z.append(X[-1] @ W)
         X.append(lift(activation.value(Z[-1]), rule))

@@ -36,11 +36,16 @@ class Products(NamedTuple):
 def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
     """The arguments and results of `dual.run`; `walk` is another form of `_pass`."""
     q, k, v = inputs[:3]
-    rule, initial = memory.rule, memory.initial
-    x, q, v = q, lift(q, rule), v - k if rule.residual else v
-    k, P = lift(k, rule), coefficients.P
+    rule = memory.rule
+    initial = memory.initial
+    x = q
+    q = lift(q, rule)
+    v = v - k if rule.residual else v
+    k = lift(k, rule)
+    P = coefficients.P
     enters, leaves, through = _stacked(coefficients, k)
-    before_P, first = F.pad(P, (0, 0, 1, -1)), torch.ones_like(enters[..., :1, :1])  # a token's error is before it
+    before_P = F.pad(P, (0, 0, 1, -1))
+    first = torch.ones_like(enters[..., :1, :1])  # a token's error is before it
     before = torch.cat([F.pad(first, (0, enters.shape[-1] - 1)), enters[..., :-1, :]], dim=-2)
     M = torch.cat([*memory.W, *memory.S], dim=-2)  # [N, d_in or 2 d_in, V]
     returns = coefficients.beta is not None and rule.forget_to == "initial"
@@ -50,7 +55,8 @@ def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
     system = (before_P * (k @ k.mT)).tril(-1)
     rows = torch.linalg.solve_triangular(system, rows, upper=False, unitriangular=True)
     values, keys = rows.tensor_split([v.shape[-1]], dim=-1)
-    reads, asks = P * (q @ k.mT), _outer(enters, q)
+    reads = P * (q @ k.mT)
+    asks = _outer(enters, q)
     back = (1 - coefficients.beta[..., -1:, :]) * initial[0] if returns else None
     o, M = (walk or _pass)(Products(reads, asks, values, keys, leaves, through, back), M)
     if returns:
@@ -61,7 +67,8 @@ def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
 
 def _pass(products: Products, M: Tensor) -> tuple[Tensor, Tensor]:
     """O and the last M, chunk by chunk."""
-    outputs, none = [], [None] * len(products.reads)
+    outputs = []
+    none = [None] * len(products.reads)
     chunks = (none if x is None else x.unbind() for x in products)
     for read, ask, value, key, leave, change, initial in zip(*chunks):
         U = torch.baddbmm(value, key, M, alpha=-1)

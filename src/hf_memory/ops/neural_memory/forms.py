@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import varies
+from hf_memory.ops.layout import varies
 from hf_memory.ops.neural_memory import chunk, reference
 from hf_memory.ops.neural_memory.network import NeuralMemoryState, Rule
 
@@ -32,7 +32,11 @@ def in_graphs(name: str, form: Callable, State: type, Rule: type) -> Callable:
         backend: str,
         fresh: bool,
     ) -> list[Tensor]:
-        memory = {"initial_state": State(*state), "weights": tuple(weights), "rule": Rule(*literal_eval(rule))}
+        memory = {
+            "initial_state": State(*state),
+            "weights": tuple(weights),
+            "rule": Rule(*literal_eval(rule)),
+        }
         memory |= {"norm": tuple(norm)} if norm else {}
         o, (*layers, phase) = form(backend, fresh)(*rows, **memory)
         return [o, *layers, phase.clone()]  # a node may not return its input
@@ -48,7 +52,9 @@ def in_graphs(name: str, form: Callable, State: type, Rule: type) -> Callable:
             return form(backend, fresh)
 
         def run(*rows: Tensor | None, initial_state, weights, rule, norm=None):
-            o, *state = node(rows, initial_state, weights, norm or (), str(tuple(rule)), backend, fresh)
+            o, *state = node(
+                rows, initial_state, weights, norm or (), str(tuple(rule)), backend, fresh
+            )
             return o, State(*state)
 
         return run

@@ -11,7 +11,9 @@ class Layout(NamedTuple):
     """An arrangement of the tokens of each row in which chunks of all rows begin at multiples of C."""
 
     C: int
-    source: Tensor | None  # [B, NC * C]: the token at each place, T if there is none; None: tokens keep their places
+    source: (
+        Tensor | None
+    )  # [B, NC * C]: the token at each place, T if there is none; None: tokens keep their places
     place: Tensor | None  # [B, T]: the inverse
     closed: list  # for NC + 1 chunks: whether a chunk of the memory begins there, a bool or [B]
     phase: Tensor  # [B], the phase after the last token
@@ -22,15 +24,24 @@ def layout_of(phase: Tensor, mask: Tensor | None, T: int, b: int, fresh: bool) -
     after = phase + (T if mask is None else mask.sum(1))
     if fresh and mask is None:
         return Layout(min(b, T), None, None, [True] * -(-T // b) + [bool(T % b == 0)], after % b)
-    many = T + b - 1 if torch.compiler.is_compiling() else 0  # a graph cannot depend on the longest row
+    many = (
+        T + b - 1 if torch.compiler.is_compiling() else 0
+    )  # a graph cannot depend on the longest row
     places = 1 if T == 1 else many or int(after.max())
     if places <= b:
         return Layout(T, None, None, [phase == 0, after == b], after % b)
-    NC, tokens = -(-places // b), torch.arange(T, device=phase.device).expand(phase.shape[0], T)
+    NC = -(-places // b)
+    tokens = torch.arange(T, device=phase.device).expand(phase.shape[0], T)
     place = phase[:, None] + (tokens if mask is None else mask.cumsum(1) - 1)
     source = torch.full((phase.shape[0], NC * b + 1), T, device=phase.device)
     source = source.scatter(1, place if mask is None else place.where(mask, NC * b), tokens)[:, :-1]
-    return Layout(b, source, place.clamp(min=0), [phase == 0, *(after >= n * b for n in range(1, NC + 1))], after % b)
+    return Layout(
+        b,
+        source,
+        place.clamp(min=0),
+        [phase == 0, *(after >= n * b for n in range(1, NC + 1))],
+        after % b,
+    )
 
 
 def real_places(mask: Tensor | None, layout: Layout, B: int, T: int, like: Tensor) -> Tensor | None:

@@ -35,7 +35,11 @@ class Inputs(NamedTuple):
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
         """k, v and lr with a dimension of pairs after that of `q` before its channels."""
         k, v, lr = self[1:4]
-        return (k, v, lr) if k.ndim > self.q.ndim else (k.unsqueeze(-2), v.unsqueeze(-2), lr.unsqueeze(-1))
+        return (
+            (k, v, lr)
+            if k.ndim > self.q.ndim
+            else (k.unsqueeze(-2), v.unsqueeze(-2), lr.unsqueeze(-1))
+        )
 
 
 class Rule(NamedTuple):
@@ -110,7 +114,9 @@ def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | Non
     return output(z, x, rule, norm)
 
 
-RETENTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # the weights R(W) [..., d_in, d_out] of a layer for the stored W
+RETENTIONS: dict[
+    str, Callable[[Tensor], Tensor]
+] = {  # the weights R(W) [..., d_in, d_out] of a layer for the stored W
     "all": lambda stored: stored,
     "norm": lambda stored: stored / ((stored**4).sum((-2, -1), keepdim=True) + NORM_EPS**2).sqrt(),
     "softmax": lambda stored: stored.softmax(-2),
@@ -118,18 +124,23 @@ RETENTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # the weights R(W) [..., 
 
 
 def _huber(e: Tensor, threshold: Tensor) -> Tensor:
-    size, threshold = (e.square().sum(-1, keepdim=True) + NORM_EPS).sqrt(), threshold[..., None]
+    size = (e.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
+    threshold = threshold[..., None]
     return torch.where(size <= threshold, e, threshold * torch.tanh(STEEPNESS * e))
 
 
-LOSSES: dict[str, Callable[[Tensor, Any], Tensor]] = {  # gradients for errors e [..., V] and thresholds [...]
+LOSSES: dict[
+    str, Callable[[Tensor, Any], Tensor]
+] = {  # gradients for errors e [..., V] and thresholds [...]
     "squared": lambda e, threshold: e,
     "cubed": lambda e, threshold: 3 * torch.tanh(STEEPNESS * e) * (e.square() + NORM_EPS),
     "huber": _huber,
 }
 
 
-def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None, threshold: Tensor | None = None) -> Tensor:
+def error(
+    z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None, threshold: Tensor | None = None
+) -> Tensor:
     """Gradient of the loss with respect to the last layer's rows z."""
     if norm is None:
         return LOSSES[rule.loss](output(z, k, rule, None) - v, threshold)
@@ -154,9 +165,11 @@ def _silu_second(x: Tensor) -> Tensor:
 
 def _gelu_tanh_second(x: Tensor) -> Tensor:
     """Second derivative of the tanh approximation of gelu."""
-    c, a = sqrt(2 / pi), 0.044715
+    c = sqrt(2 / pi)
+    a = 0.044715
     t = torch.tanh(c * (x + a * x**3))
-    du, ddu = c * (1 + 3 * a * x.square()), c * 6 * a * x
+    du = c * (1 + 3 * a * x.square())
+    ddu = c * 6 * a * x
     dt = (1 - t.square()) * du
     return dt + 0.5 * x * ((1 - t.square()) * ddu - 2 * t * dt * du)
 
@@ -175,10 +188,14 @@ def _silu_backward(g: Tensor, x: Tensor) -> Tensor:
 ACTIVATIONS = {
     "silu": Activation(F.silu, _silu_backward, _silu_second),
     "gelu": Activation(
-        F.gelu, aten.gelu_backward, lambda x: (-0.5 * x.square()).exp() / sqrt(2 * pi) * (2 - x.square())
+        F.gelu,
+        aten.gelu_backward,
+        lambda x: (-0.5 * x.square()).exp() / sqrt(2 * pi) * (2 - x.square()),
     ),
     "gelu_tanh": Activation(
-        partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh"), _gelu_tanh_second
+        partial(F.gelu, approximate="tanh"),
+        partial(aten.gelu_backward, approximate="tanh"),
+        _gelu_tanh_second,
     ),
 }
 
@@ -196,7 +213,9 @@ def pack(layers: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.flatten(-2) for x in layers], dim=-1)
 
 
-def keep(condition: Tensor, layers: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def keep(
+    condition: Tensor, layers: tuple[Tensor, ...], others: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """Layers [N, H, d_in, d_out] of sequences for which the condition [N, ...] holds, else the others."""
     condition = condition.view(-1, 1, 1, 1)
     return tuple(torch.where(condition, x, y) for x, y in zip(layers, others))
@@ -209,7 +228,9 @@ def enter(state: NeuralMemoryState, initial: tuple[Tensor, ...]):
     return weights, unpack(state.momentum, initial), anchor
 
 
-def leave(weights, momentum, anchor, phase: Tensor, initial: tuple[Tensor, ...]) -> NeuralMemoryState:
+def leave(
+    weights, momentum, anchor, phase: Tensor, initial: tuple[Tensor, ...]
+) -> NeuralMemoryState:
     """The inverse of `enter`."""
     empty = weights[0].new_empty(*weights[0].shape[:2], 0)
     moved = (tuple(x - I for I, x in zip(initial, layers)) for layers in (weights, anchor))

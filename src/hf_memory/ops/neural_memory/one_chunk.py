@@ -22,7 +22,9 @@ from hf_memory.ops.neural_memory.network import (
 )
 
 Layers = tuple[Tensor, ...]  # [N, d_in, d_out] of each layer
-Stacks = tuple[Tensor, ...]  # [N, R d_in, d_out]: weights, and with momentum (R = 2) the momentum below them
+Stacks = tuple[
+    Tensor, ...
+]  # [N, R d_in, d_out]: weights, and with momentum (R = 2) the momentum below them
 
 
 class Memory(NamedTuple):
@@ -138,18 +140,27 @@ class Chunk:
 
     def __init__(self, rule: Rule, rows: Rows, norm: Norm | None, M: Stacks, A: Layers, I: Layers):
         """Compute the inner gradients: X, Z, F and D, and with max_grad_norm also `whole`, D before clipping."""
-        self.rule, self.rows, self.norm = rule, rows, norm
-        self.L, self.R, self.act = len(M), rows.leaves.shape[-1], ACTIVATIONS[rule.activation]
+        self.rule = rule
+        self.rows = rows
+        self.norm = norm
+        self.L = len(M)
+        self.R = rows.leaves.shape[-1]
+        self.act = ACTIVATIONS[rule.activation]
         self.stack = Term(M, rows.enters)
         self.anchor = Term(A, None)
-        returns = [] if rows.rest is None else [Term(A if rule.forget_to == "anchor" else I, rows.rest)]
+        returns = (
+            [] if rows.rest is None else [Term(A if rule.forget_to == "anchor" else I, rows.rest)]
+        )
         self.reads = [self.stack, *returns]
-        self._last = () if rows.enters is None else rows.enters[:, -1:].split(1, dim=-1)  # beta and c after the chunk
+        self._last = (
+            () if rows.enters is None else rows.enters[:, -1:].split(1, dim=-1)
+        )  # beta and c after the chunk
         self._back: Any = None if rows.rest is None else rows.rest[:, -1:]
         self._learn()
 
     def _learn(self) -> None:
-        self.X, self.Z = [lift(self.rows.k, self.rule)], []
+        self.X = [lift(self.rows.k, self.rule)]
+        self.Z = []
         for layer in range(self.L):
             self.Z.append(self.anchor.apply(self.X[layer], layer))
             if layer < self.L - 1:
@@ -159,7 +170,8 @@ class Chunk:
         for layer in reversed(range(1, self.L)):
             self.F[layer] = self._drop(self.anchor.apply_transposed(self.D[layer], layer))
             self.D[layer - 1] = self.act.backward(self.F[layer], self.Z[layer - 1])
-        self.whole, limit = self.D, self.rule.max_grad_norm
+        self.whole = self.D
+        limit = self.rule.max_grad_norm
         if limit is not None:  # a token's gradient in a layer is x d^T, of norm |x| |d|
             size = total(squares(x) * squares(self.D[layer]) for layer, x in enumerate(self.X))
             self.shorter = (limit**2 / size.clamp(min=limit**2)).sqrt()
@@ -167,7 +179,9 @@ class Chunk:
 
     def read(self) -> Tensor:
         """Compute O [N, C, V]; Y, U and the scores Y X^T are kept for the backward pass."""
-        self.Y, self.U, self.scores = [lift(self.rows.q, self.rule)], [], []
+        self.Y = [lift(self.rows.q, self.rule)]
+        self.U = []
+        self.scores = []
         for layer in range(self.L):
             self.scores.append(torch.bmm(self.Y[layer], self.X[layer].mT))
             past = total(term.apply(self.Y[layer], layer) for term in self.reads)
@@ -201,7 +215,8 @@ class Chunk:
         """Gradients of rows, M and A before the chunk from those after it; dI and d_norm are accumulated in place."""
         self.dX: dict = {}
         self.dD: dict = {}
-        self.dP, self.d_norm = torch.zeros_like(self.rows.P), d_norm
+        self.dP = torch.zeros_like(self.rows.P)
+        self.d_norm = d_norm
         for term in self.reads[1:]:
             term.d_matrices = self.anchor.d_matrices if self.rule.forget_to == "anchor" else dI
         dq = self._backward_read(do)
@@ -211,19 +226,24 @@ class Chunk:
         dk, dv = self._backward_learn()
         for layer, g in enumerate(dA):
             self.anchor.d_matrices[layer] = add(self.anchor.d_matrices[layer], g)
-        d_enters, d_rest = self.stack.d_scale, self.reads[1].d_scale if self.reads[1:] else None
+        d_enters = self.stack.d_scale
+        d_rest = self.reads[1].d_scale if self.reads[1:] else None
         rows = Rows(dq, dk, dv, self.dP, d_enters, d_rest, d_leaves, dH)
         return rows, self.stack.d_matrices, self.anchor.d_matrices
 
     def _backward_read(self, do: Tensor) -> Tensor:
         """The gradient of q."""
-        dU, direct = do, do if self.rule.residual else None
+        dU = do
+        direct = do if self.rule.residual else None
         if self.norm is not None:
             z_hat, rstd = standardized(self.U[-1])
             self._gather_norm((do * z_hat).sum(1, keepdim=True), do.sum(1, keepdim=True))
             dU = standardized_backward(do * self.norm[0], z_hat, rstd)
         for layer in reversed(range(self.L)):
-            X, Y, P, scores = self.X[layer], self.Y[layer], self.rows.P, self.scores[layer]
+            X = self.X[layer]
+            Y = self.Y[layer]
+            P = self.rows.P
+            scores = self.scores[layer]
             G = dU @ self.D[layer].mT
             past = total(term.backward(Y, dU, layer) for term in self.reads)
             dY = self._drop(past.baddbmm(P * G, X, alpha=-1))
@@ -235,9 +255,12 @@ class Chunk:
 
     def _backward_write(self, dM: list) -> tuple[Tensor, Any]:
         """The backward of `write`: gradients of `leaves` and H."""
-        d_leaves, dH = torch.zeros_like(self.rows.leaves), None
+        d_leaves = torch.zeros_like(self.rows.leaves)
+        dH = None
         for layer, d in enumerate(dM):
-            X, D, leaves = self.X[layer], self.D[layer], self.rows.leaves
+            X = self.X[layer]
+            D = self.D[layer]
+            leaves = self.rows.leaves
             self.dD[layer] -= spread(X, leaves) @ d
             dX, d_scale = spread_backward(X, leaves, D @ d.mT)
             self.dX[layer] -= dX
@@ -289,7 +312,9 @@ class Chunk:
         if self.norm is None:  # then it is a sum
             return dE, dE if self.rule.residual else None, -dE
         inputs = self.Z[-1], self.rows.k, self.rows.v
-        pull: Any = torch.func.vjp(lambda z, k, v, *norm: error(z, k, v, self.rule, norm), *inputs, *self.norm)[1]
+        pull: Any = torch.func.vjp(
+            lambda z, k, v, *norm: error(z, k, v, self.rule, norm), *inputs, *self.norm
+        )[1]
         *grads, d_weight, d_bias = pull(dE)
         self._gather_norm(d_weight, d_bias)
         return tuple(grads)

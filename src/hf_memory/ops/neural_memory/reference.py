@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import Sample, in_float32, repeat_heads
+from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.neural_memory.network import (
     LOSSES,
     RETENTIONS,
@@ -24,28 +24,40 @@ from hf_memory.ops.neural_memory.network import (
     network,
     orthogonal,
 )
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.sample import Sample
 
 Layers = tuple[Tensor, ...]  # one tensor [B, H, d_in, d_out] for each layer
 
 
 @in_float32
 def neural_memory(
-    *rows: Any, initial_state: NeuralMemoryState, weights: Layers, rule: Rule, norm: Norm | None = None
+    *rows: Any,
+    initial_state: NeuralMemoryState,
+    weights: Layers,
+    rule: Rule,
+    norm: Norm | None = None,
 ) -> tuple[Tensor, NeuralMemoryState]:
     """The recurrence in the op's docstring; `rows` are `Inputs` and a mask."""
     *given, mask = rows
-    inputs, HV = Inputs(*given), given[2].shape[2]
+    inputs = Inputs(*given)
+    HV = given[2].shape[2]
     momentum, decay, threshold, muon_lr = inputs[4:]
-    q, k, v, lr = (repeat_heads(x, HV) for x in (inputs.q[:, :, :, None], *inputs.pairs))  # [B, T, H, n, D]
+    q, k, v, lr = (
+        repeat_heads(x, HV) for x in (inputs.q[:, :, :, None], *inputs.pairs)
+    )  # [B, T, H, n, D]
     norm = None if norm is None else (norm[0][:, None], norm[1][:, None])
     W, S, A = enter(initial_state, weights)
-    phase, outputs = initial_state.phase, []
+    phase = initial_state.phase
+    outputs = []
     for t in range(q.shape[1]):
         a, eta = (None if x is None else x[:, t, :, None, None].exp() for x in (decay, momentum))
         real = None if mask is None else mask[:, t, None, None, None]
         A = keep(phase.bool(), A, W) if A else W
         limit = None if threshold is None else threshold[:, t, :, None]
-        step = tuple(-g for g in _gradient(_retained(A, rule), k[:, t], v[:, t], lr[:, t], limit, rule, norm))
+        step = tuple(
+            -g for g in _gradient(_retained(A, rule), k[:, t], v[:, t], lr[:, t], limit, rule, norm)
+        )
         if eta is not None:
             step = tuple(eta * s + g for s, g in zip(S, step))
             S = _where(real, step, S)
@@ -59,7 +71,9 @@ def neural_memory(
     return torch.stack(outputs, dim=1), leave(W, S, A, phase, weights)
 
 
-def _gradient(weights: Layers, k: Tensor, v: Tensor, lr: Tensor, threshold, rule: Rule, norm: Norm | None) -> Layers:
+def _gradient(
+    weights: Layers, k: Tensor, v: Tensor, lr: Tensor, threshold, rule: Rule, norm: Norm | None
+) -> Layers:
     """The gradient of the losses of n pairs, k [B, H, n, K], v [B, H, n, V], summed with learning rates lr [B, H, n].
 
     With `max_grad_norm`, which requires n = 1, the gradient is clipped before it is multiplied by the rate.
@@ -81,10 +95,14 @@ def _retained(layers: Layers, rule: Rule) -> Layers:
     return tuple(RETENTIONS[rule.retention](x) for x in layers)
 
 
-def _forget(weights: Layers, initial: Layers, anchor: Layers, a: Tensor | None, rule: Rule) -> Layers:
+def _forget(
+    weights: Layers, initial: Layers, anchor: Layers, a: Tensor | None, rule: Rule
+) -> Layers:
     if a is None:
         return weights
-    targets = {"initial": initial, "anchor": anchor, "zero": tuple(map(torch.zeros_like, weights))}[rule.forget_to]
+    targets = {"initial": initial, "anchor": anchor, "zero": tuple(map(torch.zeros_like, weights))}[
+        rule.forget_to
+    ]
     return tuple(a * w + (1 - a) * target for w, target in zip(weights, targets))
 
 
@@ -107,20 +125,28 @@ def example(
 ) -> dict:
     """Valid random arguments; `sizes` are arguments of `Sample`, and options of the rule, which are passed on."""
     options = {name: sizes.pop(name) for name in Rule._fields if name in sizes}
-    s, loss = Sample(**{"K": 8, **sizes}), options.get("loss")
+    s = Sample(**{"K": 8, **sizes})
+    loss = options.get("loss")
     widths = [s.K, *[expansion * s.K] * (depth - 1), s.V]
     shapes = [(d_in + bias, d_out) for d_in, d_out in zip(widths, widths[1:])]
-    P, phase = sum(d_in * d_out for d_in, d_out in shapes), torch.arange(1, s.B + 1) % chunk_size
-    rate = (0.1 if depth > 1 else 0.5) / (10 if loss == "cubed" else 1) / chunk_size  # its gradients are larger
+    P = sum(d_in * d_out for d_in, d_out in shapes)
+    phase = torch.arange(1, s.B + 1) % chunk_size
+    rate = (
+        (0.1 if depth > 1 else 0.5) / (10 if loss == "cubed" else 1) / chunk_size
+    )  # its gradients are larger
     rows = {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
-    given: dict[str, Any] = {"lr": rate * s(s.HV).sigmoid(), "mask": torch.ones(s.B, s.T, dtype=torch.bool)}
+    given: dict[str, Any] = {
+        "lr": rate * s(s.HV).sigmoid(),
+        "mask": torch.ones(s.B, s.T, dtype=torch.bool),
+    }
     given["momentum"] = F.logsigmoid(s(s.HV)) if momentum else None
     given["decay"] = F.logsigmoid(s(s.HV) + 3) if decay else None
     given["weights"] = tuple(s.normal(s.HV, *shape) * shape[0] ** -0.5 for shape in shapes)
     given["threshold"] = s(s.HV).exp() if loss == "huber" else None
     given["muon_lr"] = s(s.HV).sigmoid() / chunk_size if muon else None
     if earlier:
-        keys, values = s.unit(s.H, earlier, s.K), s(s.HV, earlier, s.V)
+        keys = s.unit(s.H, earlier, s.K)
+        values = s(s.HV, earlier, s.V)
         given["earlier"] = (keys.to(s.dtype), values.to(s.dtype), rate * s(s.HV, earlier).sigmoid())
     if norm:
         given["norm"] = tuple(0.1 * s.normal(s.HV, s.V) + one for one in (1, 0))

@@ -6,13 +6,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import Backend, choose_backend
+from hf_memory.ops.dispatch import Backend, choose_backend
 
 STRONGEST_DECAY = math.exp(-0.5)  # largest decay of a token, as a negative logarithm
 
 
 def rwkv7_gates(
-    k: Tensor, a: Tensor, w: Tensor, k_k: Tensor, k_a: Tensor, *, erasure: float, backend: Backend = "auto"
+    k: Tensor,
+    a: Tensor,
+    w: Tensor,
+    k_k: Tensor,
+    k_a: Tensor,
+    *,
+    erasure: float,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The arguments k, g, a and b of `delta_rule`.
 
@@ -31,12 +38,19 @@ def rwkv7_gates(
     Returns:
         Four tensors [B, T, H, K]: the first in the dtype of k, the others in float32, or float64 for float64 inputs.
     """
-    refusal = "it has gradients" if torch.is_grad_enabled() else "k is float64" if k.dtype == torch.float64 else None
+    refusal = (
+        "it has gradients"
+        if torch.is_grad_enabled()
+        else "k is float64"
+        if k.dtype == torch.float64
+        else None
+    )
     if choose_backend(backend, k, refusal) == "triton":
         from hf_memory.ops.rwkv7_gates.kernels import rwkv7_gates as kernel
 
         return kernel(k, a, w, k_k, k_a, erasure)
     wide = torch.promote_types(k.dtype, torch.float32)
-    a, asked = a.to(wide).sigmoid(), F.normalize((k * k_k).to(wide), dim=-1)
+    a = a.to(wide).sigmoid()
+    asked = F.normalize((k * k_k).to(wide), dim=-1)
     written = (k * torch.addcmul(1 - k_a, k_a, a)).to(k.dtype)
     return written, -STRONGEST_DECAY * w.to(wide).sigmoid(), asked, -erasure * a * asked

@@ -35,14 +35,17 @@ def _gates_kernel(
     """One head of a token."""
     i, inside, K = channels(0, meta.BK, meta.K)
     row = tl.cast(tl.program_id(0), tl.int64)
-    channel, at = row % meta.H * K + i, row * K + i
+    channel = row % meta.H * K + i
+    at = row * K + i
     k_t = tl.cast(tl.load(given.k + at, mask=inside, other=0.0), tl.float32)
     a_t = tl.sigmoid(tl.cast(tl.load(given.a + at, mask=inside, other=0.0), tl.float32))
     w_t = tl.sigmoid(tl.cast(tl.load(given.w + at, mask=inside, other=0.0), tl.float32))
     k_a_t = tl.cast(tl.load(given.k_a + channel, mask=inside, other=0.0), tl.float32)
     asked_t = k_t * tl.cast(tl.load(given.k_k + channel, mask=inside, other=0.0), tl.float32)
     asked_t /= tl.maximum(tl.sqrt(tl.sum(asked_t * asked_t)), 1e-12)
-    tl.store(rows.k + at, tl.cast(k_t * (1 + (a_t - 1) * k_a_t), rows.k.dtype.element_ty), mask=inside)
+    tl.store(
+        rows.k + at, tl.cast(k_t * (1 + (a_t - 1) * k_a_t), rows.k.dtype.element_ty), mask=inside
+    )
     tl.store(rows.g + at, -w_t * DECAY, mask=inside)
     tl.store(rows.a + at, asked_t, mask=inside)
     tl.store(rows.b + at, -erasure * a_t * asked_t, mask=inside)
@@ -55,7 +58,8 @@ def rwkv7_gates(
     """Same function as the op, for float32, bfloat16 and float16."""
     results, (*_, H, K) = _results(k), k.shape
     written, g, asked, b = results
-    given, rows = Given(*contiguous(k, a, w, k_k, k_a)), Rows(k=written, g=g, a=asked, b=b)
+    given = Given(*contiguous(k, a, w, k_k, k_a))
+    rows = Rows(k=written, g=g, a=asked, b=b)
     meta = Meta(H, K=K, BK=triton.next_power_of_2(K))
     launcher(_gates_kernel, (k.numel() // K,))(given, rows, erasure, meta=meta, num_warps=1)
     return results
@@ -63,5 +67,8 @@ def rwkv7_gates(
 
 @rwkv7_gates.register_fake
 def _results(k, *inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    new = [torch.empty(k.shape, dtype=dtype, device=k.device) for dtype in (k.dtype, *3 * (torch.float32,))]
+    new = [
+        torch.empty(k.shape, dtype=dtype, device=k.device)
+        for dtype in (k.dtype, *3 * (torch.float32,))
+    ]
     return new[0], new[1], new[2], new[3]

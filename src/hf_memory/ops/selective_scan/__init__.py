@@ -3,15 +3,9 @@
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import (
-    Backend,
-    check_inputs,
-    check_tensor,
-    choose_backend,
-    matrix_state,
-    per_sequence,
-    without_padding,
-)
+from hf_memory.ops.dispatch import Backend, choose_backend
+from hf_memory.ops.inputs import check_inputs, check_tensor, matrix_state
+from hf_memory.ops.layout import per_sequence, without_padding
 from hf_memory.ops.selective_scan import chunk, reference
 
 
@@ -54,7 +48,9 @@ def selective_scan(
     check_tensor("rate", rate, (dims.HV, dims.K, dims.V), like=q)
     state = matrix_state("initial_state", initial_state, dims, like=q)
     q, k, v, g = without_padding(mask, q, k, v, g)
-    g = g.clamp(min=torch.finfo(g.dtype).min)  # -inf times a decay of zero would give a gradient of NaN
+    g = g.clamp(
+        min=torch.finfo(g.dtype).min
+    )  # -inf times a decay of zero would give a gradient of NaN
     name = choose_backend(backend, q, "the selective scan runs in PyTorch alone")
     form = reference.selective_scan if name == "reference" else chunk.selective_scan
     o, state = per_sequence(form, cu_seqlens, q, k, v, g, initial_state=state, rate=rate)

@@ -12,7 +12,9 @@ backward pass recomputes the others and goes through them from the end, where dS
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import first_derivatives_only, in_float32, repeat_heads
+from hf_memory.ops.autograd import first_derivatives_only
+from hf_memory.ops.layout import repeat_heads
+from hf_memory.ops.precision import in_float32
 
 CHUNK = 32
 
@@ -22,7 +24,8 @@ def selective_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, initial_state: Tensor, rate: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Same function as the reference."""
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    q = repeat_heads(q, v.shape[2])
+    k = repeat_heads(k, v.shape[2])
     o, S = _Scan.apply(*(x.transpose(0, 1).contiguous() for x in (q, k, v, g)), rate, initial_state)
     return o.transpose(0, 1), S
 
@@ -32,7 +35,8 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, g, rate, S):
-        outputs, before = [], []
+        outputs = []
+        before = []
         for q_n, *write in zip(*(x.split(CHUNK) for x in (q, k, v, g))):
             before.append(S)
             _, states = _walk(S, *write, rate)
@@ -46,12 +50,15 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, do, dS):
         q, k, v, g, rate, before = ctx.saved_tensors
         chunks = [x.split(CHUNK) for x in (q, k, v, g, do)]
-        drate, gradients = torch.zeros_like(rate), []
+        drate = torch.zeros_like(rate)
+        gradients = []
         for S, q_n, k_n, v_n, g_n, do_n in reversed(list(zip(before, *chunks))):
             decay, states = _walk(S, k_n, v_n, g_n, rate)
             dstates = _walk_back(dS, q_n, do_n, decay)
             dS = decay[0] * dstates[0]
-            dq, dk, dv = _times(states, do_n), _times(dstates, v_n), _times(dstates.mT, k_n)
+            dq = _times(states, do_n)
+            dk = _times(dstates, v_n)
+            dv = _times(dstates.mT, k_n)
             E = decay.mul_(dstates)
             E[1:].mul_(states[:-1])
             E[0].mul_(S)

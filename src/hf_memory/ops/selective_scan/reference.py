@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import Sample, in_float32, repeat_heads
+from hf_memory.ops.layout import repeat_heads
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.sample import Sample
 
 
 @in_float32
@@ -15,7 +17,8 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """S <- e^(rate g) S + k v^T;   o = S^T q."""
     S = initial_state  # [B, HV, K, V]
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    q = repeat_heads(q, v.shape[2])
+    k = repeat_heads(k, v.shape[2])
     outputs = []
     for t in range(q.shape[1]):
         S = (rate * g[:, t, :, None]).exp() * S
@@ -28,5 +31,6 @@ def example(**sizes: Any) -> dict:
     """Valid random arguments; `sizes` are arguments of `Sample`."""
     s = Sample(**sizes)
     rows = {"q": s(s.H, s.K), "k": s(s.H, s.K), "v": s(s.HV, s.V)}
-    g, rate = F.logsigmoid(s(s.HV, s.V) + 1), s.normal(s.HV, s.K, s.V).exp()
+    g = F.logsigmoid(s(s.HV, s.V) + 1)
+    rate = s.normal(s.HV, s.K, s.V).exp()
     return s.arguments(rows, g=g, rate=rate, initial_state=s.state())

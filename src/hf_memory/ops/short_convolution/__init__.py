@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import Backend, choose_backend, may_overwrite
+from hf_memory.ops.dispatch import Backend, choose_backend
+from hf_memory.ops.inputs import may_overwrite
 
 
 def convolution_step(
@@ -33,7 +34,9 @@ def convolution_step(
     """
     has_kernel = may_overwrite(in_place, state) and state.dtype == x.dtype != torch.float64
     if (
-        choose_backend(backend, x, None if has_kernel else "it has gradients, or may not overwrite its state")
+        choose_backend(
+            backend, x, None if has_kernel else "it has gradients, or may not overwrite its state"
+        )
         == "triton"
     ):
         from hf_memory.ops.short_convolution.kernels import convolution_step as kernel

@@ -32,16 +32,21 @@ def _step_kernel(
     """Channels of one row: the sum over the last W tokens, and the state without its oldest token."""
     D: tl.constexpr = meta.D
     W: tl.constexpr = meta.W
-    row, i = tl.cast(tl.program_id(0), tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.cast(tl.program_id(0), tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = i < D
     new = tl.load(x + row * D + i, mask=is_channel, other=0.0)
-    total = tl.cast(new, tl.float32) * tl.cast(tl.load(weight + i * W + W - 1, mask=is_channel, other=0.0), tl.float32)
+    total = tl.cast(new, tl.float32) * tl.cast(
+        tl.load(weight + i * W + W - 1, mask=is_channel, other=0.0), tl.float32
+    )
     if bias is not None:
         total += tl.cast(tl.load(bias + i, mask=is_channel, other=0.0), tl.float32)
     for w in tl.static_range(W - 1):
         at = state + (row * (W - 1) + w) * D + i
         old = tl.load(at, mask=is_channel, other=0.0)
-        total += tl.cast(old, tl.float32) * tl.cast(tl.load(weight + i * W + w, mask=is_channel, other=0.0), tl.float32)
+        total += tl.cast(old, tl.float32) * tl.cast(
+            tl.load(weight + i * W + w, mask=is_channel, other=0.0), tl.float32
+        )
         if w > 0:
             tl.store(at - D, old, mask=is_channel)
     tl.store(state + (row * (W - 1) + W - 2) * D + i, new, mask=is_channel)
@@ -51,7 +56,9 @@ def _step_kernel(
 
 
 @torch.library.custom_op("hf_memory::convolution_step", mutates_args=("state",))
-def convolution_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def convolution_step(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+) -> Tensor:
     """y [B, 1, channels] without gradients; `state` becomes that after x, see the package."""
     y, (B, _, D), W = torch.empty_like(x), x.shape, weight.shape[1]
     x, weight, bias = contiguous(x, weight, bias)

@@ -20,7 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.triton.arguments import Call, Outputs, Rows, States
-from hf_memory.ops.triton.launch import CHUNK, SCALAR, VECTOR, Constants, additive_constants, decay_kind, launcher
+from hf_memory.ops.triton.launch import (
+    CHUNK,
+    SCALAR,
+    VECTOR,
+    Constants,
+    additive_constants,
+    decay_kind,
+    launcher,
+)
 from hf_memory.ops.triton.tiles import (
     channels,
     decay_between,
@@ -50,7 +58,9 @@ class Reads(NamedTuple):
     dq: Any = None  # [B, T, HV, K], float32 with a decay for each channel; else only the first loop has it
     dk: Any = None  # [B, T, HV, K] float32, of reads by k, or None
     db: Any = None  # [tiles of K, B, T, HV] float32, sums of q dq + k dk, for a decay for each head, or None
-    S: Any = None  # [slots, HV, V, K]: the state after each block of CHUNK tokens; None without decay
+    S: Any = (
+        None  # [slots, HV, V, K]: the state after each block of CHUNK tokens; None without decay
+    )
     z: Any = None  # [slots, HV, K] float32, the same of the normaliser, or None
 
 
@@ -80,8 +90,12 @@ def add_within(x, P, y, gates, OF_KEYS: tl.constexpr, meta: tl.constexpr):
         for level in tl.static_range(6):
             if 2**level < meta.C:
                 decay = decay_of_level(gates, 2**level, meta.C, ROWS, meta.PRECISION)
-                P_c = tl.cast(tl.where(level_of_pairs(2**level, meta.C, ROWS, OF_KEYS), P, 0.0), y.dtype)
-                x += decay * tl.dot(P_c, tl.cast(y * decay, y.dtype), input_precision=meta.PRECISION)
+                P_c = tl.cast(
+                    tl.where(level_of_pairs(2**level, meta.C, ROWS, OF_KEYS), P, 0.0), y.dtype
+                )
+                x += decay * tl.dot(
+                    P_c, tl.cast(y * decay, y.dtype), input_precision=meta.PRECISION
+                )
     else:
         if meta.DECAY == 1:
             P = decay_between(P, gates, OF_KEYS)
@@ -100,7 +114,8 @@ def dq_kernel(
 ):
     """Holds S^T [BV, BK] for all value channels and the i-th tile of key channels."""
     n, head, key_head, tile = program(meta.K, meta.BK, meta)
-    keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
+    keys = channels(tile, meta.BK, meta.K)
+    values = channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)
     i_s, in_s = turned_state_tile(n, head, keys, values)
@@ -117,7 +132,9 @@ def dq_kernel(
         k_c = load_rows(rows.k, tokens, key_head, keys)
         v_c = load_rows(rows.v, tokens, head, values)
         do_c = load_rows(d_out.o, tokens, head, values)
-        gates, enter, leave = 0.0, 1.0, 1.0
+        gates = 0.0
+        enter = 1.0
+        leave = 1.0
         if meta.DECAY > 0:
             gates, enter, leave, whole = decays(rows.g, t, end, head, keys, meta.DECAY)
         P = call.scale * split_dot(do_c, tl.trans(v_c), meta.PARTS, meta.PRECISION)
@@ -134,7 +151,9 @@ def dq_kernel(
         dq_c = add_within(dq_c * enter, P, k_c, gates, False, meta)
         store_rows(reads.dq, dq_c, tokens, head, keys)
         if meta.DECAY == 1:
-            db_c = tl.sum(tl.cast(load_rows(rows.q, tokens, key_head, keys), tl.float32) * dq_c, axis=1)
+            db_c = tl.sum(
+                tl.cast(load_rows(rows.q, tokens, key_head, keys), tl.float32) * dq_c, axis=1
+            )
         if d_out.e is not None:
             dr_c = load_rows(d_out.e, tokens, head, values)
             R = split_dot(dr_c, tl.trans(v_c), meta.PARTS, meta.PRECISION)
@@ -149,7 +168,9 @@ def dq_kernel(
             tl.store(reads.db + i_b, db_c, mask=t < end)
         if meta.DECAY > 0:
             S *= whole
-        S += write_transposed(k_c, v_c, leave, meta.DECAY if d_out.e is None or meta.DECAY == 2 else 1, meta.PRECISION)
+        S += write_transposed(
+            k_c, v_c, leave, meta.DECAY if d_out.e is None or meta.DECAY == 2 else 1, meta.PRECISION
+        )
         if meta.NORMALIZE:
             if meta.DECAY > 0:
                 z *= tl.sum(whole, axis=0)
@@ -177,7 +198,8 @@ def dk_kernel(
 ):
     """Holds dS^T [BV, BK] for all value channels and the i-th tile of key channels."""
     n, head, key_head, tile = program(meta.K, meta.BK, meta)
-    keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
+    keys = channels(tile, meta.BK, meta.K)
+    values = channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)
     i_s, in_s = turned_state_tile(n, head, keys, values)
@@ -207,7 +229,9 @@ def dk_kernel(
             k_c = load_rows(rows.k, tokens, key_head, keys)
         v_c = load_rows(rows.v, tokens, head, values)
         do_c = load_rows(d_out.o, tokens, head, values)
-        gates, enter, leave = 0.0, 1.0, 1.0
+        gates = 0.0
+        enter = 1.0
+        leave = 1.0
         if meta.DECAY > 0:
             gates, enter, leave, whole = decays(rows.g, t, end, head, keys, meta.DECAY)
         P = call.scale * split_dot(v_c, tl.trans(do_c), meta.PARTS, meta.PRECISION)
@@ -240,7 +264,8 @@ def dk_kernel(
                 store_rows(d_rows.g, tl.where(gates < SHUT, 0.0, dg_c), tokens, head, keys)
                 tail += total
             else:  # cumsum in one dimension, sums in two: Triton 3.6 compiles nothing else, for sm_100
-                i_g, in_t = (tl.cast(tile, tl.int64) * call.tokens + t) * meta.HV + head[0], t < end
+                i_g = (tl.cast(tile, tl.int64) * call.tokens + t) * meta.HV + head[0]
+                in_t = t < end
                 db_c = tl.load(reads.db + i_g, mask=in_t, other=0.0) - tl.sum(written, axis=1)
                 total = tl.sum(db_c[:, None], axis=0)[:, None]
                 dg_c = total + tail + (db_c - tl.cumsum(db_c, axis=0))[:, None]
@@ -282,13 +307,16 @@ def query_and_key_gradients(
         d_states: gradients of the states after sequences.
         call: the sequences.
     """
-    S, z = states.S0, states.z0
+    S = states.S0
+    z = states.z0
     (B, T, H, K), (N, HV, _, V) = rows.q.shape, S.shape
-    decay, normalize = decay_kind(rows.g), z is not None
+    decay = decay_kind(rows.g)
+    normalize = z is not None
     meta, options = _constants(rows, V, d_out.e is not None)
     tiles = triton.cdiv(K, meta.BK)
     out = rows.q if H == HV else S  # the sum over a group is taken in float32
-    dk, dz0 = out.new_empty(B, T, HV, K), None if z is None else torch.empty_like(z)
+    dk = out.new_empty(B, T, HV, K)
+    dz0 = None if z is None else torch.empty_like(z)
     dq = (S if decay == VECTOR else out).new_empty(B, T, HV, K)
     db, dg = (S.new_empty(tiles, B, T, HV) if decay == SCALAR else None for _ in range(2))
     if decay == VECTOR:
@@ -301,14 +329,17 @@ def query_and_key_gradients(
         S=rows.q.new_empty(slots, HV, V, K) if decay else None,
         z=S.new_empty(slots, HV, K) if decay and normalize else None,
     )
-    call, grid = call._replace(tokens=B * T), (N * HV * tiles,)
+    call = call._replace(tokens=B * T)
+    grid = (N * HV * tiles,)
     meta = meta._replace(NORMALIZE=normalize)
     read = rows if decay == SCALAR else rows._replace(q=None)
     launcher(dq_kernel, grid)(read, states, d_out, reads, call, meta=meta, **options)
     written = rows if decay or d_out.e is not None else rows._replace(k=None)
     reads = reads if decay == VECTOR else reads._replace(dq=None)
     d_states = d_states._replace(z0=dz0)
-    launcher(dk_kernel, grid)(written, d_out, reads, d_states, Rows(k=dk, g=dg), call, meta=meta, **options)
+    launcher(dk_kernel, grid)(
+        written, d_out, reads, d_states, Rows(k=dk, g=dg), call, meta=meta, **options
+    )
     if H != HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3) for x in (dq, dk))
     dq, dk = (x if x.dtype == rows.q.dtype else x.to(rows.q.dtype) for x in (dq, dk))

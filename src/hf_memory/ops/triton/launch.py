@@ -14,7 +14,9 @@ from hf_memory.ops.triton.arguments import Meta
 
 CHUNK = 64  # tokens of a block; the sum for the gate's gradient restarts at the end of each block
 TILE = 4096  # size of the part of the state that a program holds
-NONE, SCALAR, VECTOR = 0, 1, 2  # kinds of decay
+NONE = 0
+SCALAR = 1
+VECTOR = 2  # kinds of decay
 # Without a limit, ptxas gives some kernels 32 registers a thread and spills all else.
 REGISTERS: dict[str, int] = {} if torch.version.hip else {"maxnreg": 255}
 
@@ -51,23 +53,34 @@ def width(D: int) -> int:
     return max(16, triton.next_power_of_2(D))
 
 
-def additive_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[Constants, Constants]:
+def additive_constants(
+    H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype
+) -> tuple[Constants, Constants]:
     """How kernels of additive memories are compiled and launched, chosen by register counts (kernel_report).
 
     Returns those that hold all key channels, and those that hold all value channels. Four warps share the rows of a
     chunk of 64 and the tensor cores of Hopper; more warps would compute the same products twice.
     """
-    width_k, width_v = width(K), width(V)
-    narrow, wide = dtype != torch.float32, max(width_k, width_v) > 128
-    rows = 64 if narrow and decay != VECTOR and not wide else 32 if narrow and decay != VECTOR else 16
+    width_k = width(K)
+    width_v = width(V)
+    narrow = dtype != torch.float32
+    wide = max(width_k, width_v) > 128
+    rows = (
+        64 if narrow and decay != VECTOR and not wide else 32 if narrow and decay != VECTOR else 16
+    )
     tile = TILE if narrow and max(width_k, width_v) > 64 else TILE // 2
-    warps, stages = 8 if wide or not narrow or decay == VECTOR else 4, 2 if rows == 64 else 1
+    warps = 8 if wide or not narrow or decay == VECTOR else 4
+    stages = 2 if rows == 64 else 1
     common = Meta(H, HV, K, V, C=rows, DECAY=decay, PRECISION=precision(dtype))
     parts_k, parts_v = (max(1, x // 32) if wide or not narrow else 1 for x in (width_k, width_v))
-    tile_k, tile_v = min(width_k, max(16, tile // width_v)), min(width_v, max(16, tile // width_k))
+    tile_k = min(width_k, max(16, tile // width_v))
+    tile_v = min(width_v, max(16, tile // width_k))
     warps_by_key = warps
-    if decay == VECTOR and narrow and not wide:  # decays by pairs of tokens cost most: compute them once a chunk
-        tile_v, warps_by_key = width_v, 4
+    if (
+        decay == VECTOR and narrow and not wide
+    ):  # decays by pairs of tokens cost most: compute them once a chunk
+        tile_v = width_v
+        warps_by_key = 4
     by_value = common._replace(BK=width_k, BV=tile_v, PARTS=parts_k)
     by_key = common._replace(BK=tile_k, BV=width_v, PARTS=parts_v)
     return (
@@ -76,30 +89,42 @@ def additive_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch
     )
 
 
-def delta_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[Constants, Constants]:
+def delta_constants(
+    H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype
+) -> tuple[Constants, Constants]:
     """The same for the delta rule: of kernels that compute chunks in parallel, and of those that loop over chunks."""
-    width_k, width_v = width(K), width(V)
+    width_k = width(K)
+    width_v = width(V)
     wide = dtype == torch.float32 or width_k > 128
     tile = TILE // 2 if wide else 2 * TILE if decay == VECTOR else TILE
-    C, parts = 16 if wide or decay == VECTOR else 32, max(1, width_k // 32) if wide else 1
+    C = 16 if wide or decay == VECTOR else 32
+    parts = max(1, width_k // 32) if wide else 1
     chunk = Meta(H, HV, K, C=C, BK=width_k, PARTS=parts, DECAY=decay, PRECISION=precision(dtype))
     walk = chunk._replace(V=V, BV=min(width_v, max(16, tile // width_k)))
     return (
-        Constants(chunk, {"num_warps": 4 if wide else 2 if decay == VECTOR else 1, "num_stages": 1}),
+        Constants(
+            chunk, {"num_warps": 4 if wide else 2 if decay == VECTOR else 1, "num_stages": 1}
+        ),
         Constants(walk, {"num_warps": 8 if wide else 4, "num_stages": 3 if C == 32 else 1}),
     )
 
 
 def rank_one_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> tuple[Constants, Constants]:
     """The same with a and b: of the kernel for chunks, which takes key channels in turn, and of gradients."""
-    width_k, width_v = width(K), width(V)
+    width_k = width(K)
+    width_v = width(V)
     wide = dtype == torch.float32 or max(width_k, width_v) > 128
     tile = TILE // 2 if wide else 2 * TILE
     chunk = Meta(HV, HV, K, C=16, BK=min(width_k, 32), DECAY=VECTOR, PRECISION=precision(dtype))
     by_key = chunk._replace(
-        V=V, BK=min(width_k, max(16, tile // width_v)), BV=width_v, PARTS=max(1, width_v // 32) if wide else 1
+        V=V,
+        BK=min(width_k, max(16, tile // width_v)),
+        BV=width_v,
+        PARTS=max(1, width_v // 32) if wide else 1,
     )
-    return Constants(chunk, {"num_warps": 2, "num_stages": 2}), Constants(by_key, {"num_warps": 8, "num_stages": 1})
+    return Constants(chunk, {"num_warps": 2, "num_stages": 2}), Constants(
+        by_key, {"num_warps": 8, "num_stages": 1}
+    )
 
 
 @cache

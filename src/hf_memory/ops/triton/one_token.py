@@ -22,10 +22,12 @@ def one_token_kernel(
 ):
     """One token of each row; a program has all keys and BV values of a head."""
     n, head, key_head, tile = program(meta.V, meta.BV, meta)
-    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(tile, meta.BV, meta.V)
     i_k, in_k, K = keys
     i_v, in_v, V = values
-    row, key_row = n * meta.HV + head[0], n * meta.H + key_head[0]
+    row = n * meta.HV + head[0]
+    key_row = n * meta.H + key_head[0]
     at, inside = state_tile(n, head, keys, values)
     q_t = tl.cast(tl.load(rows.q + key_row * K + i_k, mask=in_k, other=0.0), tl.float32)
     k_t = tl.cast(tl.load(rows.k + key_row * K + i_k, mask=in_k, other=0.0), tl.float32)
@@ -40,7 +42,9 @@ def one_token_kernel(
     if meta.DECAY == 1:
         S_t *= tl.exp(tl.cast(tl.load(rows.g + row), tl.float32))
     elif meta.DECAY == 2:
-        S_t *= tl.exp(tl.cast(tl.load(rows.g + row * K + i_k, mask=in_k, other=0.0), tl.float32))[:, None]
+        S_t *= tl.exp(tl.cast(tl.load(rows.g + row * K + i_k, mask=in_k, other=0.0), tl.float32))[
+            :, None
+        ]
     if rows.a is not None:
         S_t += b_t[:, None] * read[None, :]
         v_t *= strength
@@ -75,7 +79,8 @@ def one_token(
     """o [B, 1, HV, V] of one token of each row, without gradients; `state` [B, HV, K, V] becomes that after it."""
     (B, _, H, K), (HV, V) = k.shape, v.shape[2:]
     o, (meta, options) = torch.empty_like(v), one_token_constants(H, HV, K, V, decay_kind(g))
-    rows, grid = Rows(*contiguous(q, k, v, beta, g, a, b)), (B * HV * triton.cdiv(V, meta.BV),)
+    rows = Rows(*contiguous(q, k, v, beta, g, a, b))
+    grid = (B * HV * triton.cdiv(V, meta.BV),)
     launcher(one_token_kernel, grid)(rows, state, o, scale, meta=meta, **options)
     return o
 

@@ -10,7 +10,7 @@ The state after a segment is linear in the state before it: S_end = M S_start + 
 Gradients of states go backwards: dS_start = M^T dS_end + own. With keys of unit length and beta in [0, 2] the norm of M
 is at most one, so products of them are as stable as the recurrence.
 
-M is the number of segments of a call here, N of sequences; other letters are those of ops/contract.py.
+M is the number of segments of a call here, N of sequences; other letters are those of ops/inputs.py.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.triton.arguments import Call, Meta, Rows
-from hf_memory.ops.triton.launch import TILE, VECTOR, Constants, decay_kind, launcher, precision, width
+from hf_memory.ops.triton.launch import (
+    TILE,
+    VECTOR,
+    Constants,
+    decay_kind,
+    launcher,
+    precision,
+    width,
+)
 from hf_memory.ops.triton.tiles import (
     channels,
     decays,
@@ -110,11 +118,14 @@ def sum_kernel(
 ):
     """Sums of scale k v^T and k beta, decayed to the end of a segment or BACKWARDS to its start; a tile of values."""
     m, head, key_head, tile = program(meta.V, meta.BV, meta)
-    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, m)
     S = tl.zeros([meta.BK, meta.BV], tl.float32)
     z = tl.zeros([meta.BK], tl.float32)
-    past = tl.full([1, meta.BK if meta.DECAY == 2 else 1], 1.0, tl.float32)  # the decay of chunks that were read
+    past = tl.full(
+        [1, meta.BK if meta.DECAY == 2 else 1], 1.0, tl.float32
+    )  # the decay of chunks that were read
     last = start + (end - start - 1) // meta.C * meta.C
     for i in range(start, end, meta.C):
         begin = i if meta.BACKWARDS else start + last - i  # the chunk nearest to the state first
@@ -158,7 +169,8 @@ def scan_kernel(
     i_k, in_k, K = channels(tile, meta.BK, meta.K)
     i_v, in_v, V = channels(0, meta.BV, meta.V)
     hv, HV = head
-    in_s, i_s = in_k[:, None] & in_v[None, :], i_k[:, None] * V + i_v[None, :]
+    in_s = in_k[:, None] & in_v[None, :]
+    i_s = i_k[:, None] * V + i_v[None, :]
     start, end = sequence_bounds(call, n)
     S = tl.load(state + (n * HV + hv) * K * V + i_s, mask=in_s, other=0.0)
     for step in range(start, end):
@@ -188,7 +200,8 @@ def matrix_scan_kernel(
     i_k, in_k, K = channels(0, meta.BK, meta.K)
     i_v, in_v, V = channels(tile, meta.BV, meta.V)
     hv, HV = head
-    in_s, i_s = in_k[:, None] & in_v[None, :], i_k[:, None] * V + i_v[None, :]
+    in_s = in_k[:, None] & in_v[None, :]
+    i_s = i_k[:, None] * V + i_v[None, :]
     start, end = sequence_bounds(call, n)
     S = tl.load(state + (n * HV + hv) * K * V + i_s, mask=in_s, other=0.0)
     for step in range(start, end):
@@ -202,7 +215,11 @@ def matrix_scan_kernel(
         for j in range(0, K, PIECE):
             i_j = j + tl.arange(0, PIECE)
             in_j = i_j < K
-            i_M = i_j[None, :] * K + i_k[:, None] if meta.BACKWARDS else i_k[:, None] * K + i_j[None, :]
+            i_M = (
+                i_j[None, :] * K + i_k[:, None]
+                if meta.BACKWARDS
+                else i_k[:, None] * K + i_j[None, :]
+            )
             M_j = tl.load(transition + i_m * K + i_M, mask=in_k[:, None] & in_j[None, :], other=0.0)
             i_S = i_m * V + i_j[:, None] * V + i_v[None, :]
             S_j = tl.load(boundary + i_S, mask=in_j[:, None] & in_v[None, :], other=0.0)
@@ -213,7 +230,9 @@ def matrix_scan_kernel(
 def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> Constants:
     """How `sum_kernel` is compiled and launched."""
     width_k = width(K)
-    is_large = decay == VECTOR and dtype == torch.float32 and width_k > 128  # for 99 KB of shared memory
+    is_large = (
+        decay == VECTOR and dtype == torch.float32 and width_k > 128
+    )  # for 99 KB of shared memory
     is_small = decay != VECTOR and dtype != torch.float32 and width_k <= 128
     tile = min(width(V), max(16, (TILE if dtype == torch.float32 else 2 * TILE) // width_k))
     C = 16 if is_large else 64 if is_small else 32
@@ -223,12 +242,19 @@ def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtyp
 
 def scan_meta(HV: int, K: int, V: int) -> Meta:
     """What `scan_kernel` is compiled for."""
-    width_k, width_v = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    width_k = triton.next_power_of_2(K)
+    width_v = triton.next_power_of_2(V)
     return Meta(HV, HV, K, V, BK=min(width_k, max(1, 1024 // width_v)), BV=width_v)
 
 
 def boundary_states(
-    segments: Segments, rows: Rows, S: Tensor, z: Tensor | None, *, scale: float = 1.0, backwards: bool = False
+    segments: Segments,
+    rows: Rows,
+    S: Tensor,
+    z: Tensor | None,
+    *,
+    scale: float = 1.0,
+    backwards: bool = False,
 ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """States of linear attention before each segment and after all, or gradients of states after each and before all.
 
@@ -244,7 +270,8 @@ def boundary_states(
         [M, HV, K, V], and [M, HV, K] or None; then [N, HV, K, V], and [N, HV, K] or None.
     """
     M, (_, HV, K, V) = segments.number, S.shape
-    own, own_z = S.new_empty(M, HV, K, V), None if z is None else S.new_empty(M, HV, K)
+    own = S.new_empty(M, HV, K, V)
+    own_z = None if z is None else S.new_empty(M, HV, K)
     kind = decay_kind(rows.g)
     decay = S.new_empty(M, HV, K) if kind else None
     meta, options = sum_constants(rows.k.shape[2], HV, K, V, kind, rows.k.dtype)
@@ -264,8 +291,10 @@ def _scan(
     own: Tensor, decay: Tensor | None, state: Tensor, segments: Segments, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     N, HV, K, V = state.shape
-    states, final = torch.empty_like(own), torch.empty_like(state)
-    meta, call = scan_meta(HV, K, V)._replace(BACKWARDS=backwards), Call(segments.first, own.shape[0] // N)
+    states = torch.empty_like(own)
+    final = torch.empty_like(state)
+    meta = scan_meta(HV, K, V)._replace(BACKWARDS=backwards)
+    call = Call(segments.first, own.shape[0] // N)
     launcher(scan_kernel, (N * HV * triton.cdiv(K, meta.BK),))(
         own, decay, state, states, final, call, meta=meta, **SCAN
     )
@@ -285,9 +314,17 @@ def boundary_states_of(
         backwards: whether to compute gradients.
     """
     N, HV, K, V = state.shape
-    states, final = torch.empty_like(own), torch.empty_like(state)
+    states = torch.empty_like(own)
+    final = torch.empty_like(state)
     meta = Meta(HV, HV, K, V, BK=width(K), BV=16, BACKWARDS=backwards)
     launcher(matrix_scan_kernel, (N * HV * triton.cdiv(V, meta.BV),))(
-        own, transition, state, states, final, Call(segments.first, own.shape[0] // N), meta=meta, **SCAN
+        own,
+        transition,
+        state,
+        states,
+        final,
+        Call(segments.first, own.shape[0] // N),
+        meta=meta,
+        **SCAN,
     )
     return states, final

@@ -17,7 +17,12 @@ def program(D: tl.constexpr, B: tl.constexpr, meta: tl.constexpr):
     TILES: tl.constexpr = (D + B - 1) // B
     i = tl.program_id(0)
     hv = i // TILES % meta.HV
-    return tl.cast(i // (meta.HV * TILES), tl.int64), (hv, meta.HV), (hv // (meta.HV // meta.H), meta.H), i % TILES
+    return (
+        tl.cast(i // (meta.HV * TILES), tl.int64),
+        (hv, meta.HV),
+        (hv // (meta.HV // meta.H), meta.H),
+        i % TILES,
+    )
 
 
 @triton.jit
@@ -135,11 +140,13 @@ def load_gates(g, tokens, head, keys, DECAY: tl.constexpr):
 @triton.jit
 def decay_to_here(gates, DECAY: tl.constexpr):
     """From the start of a chunk to each of its tokens [C, 1] or [C, BK], and of the whole chunk [1, 1] or [1, BK]."""
-    enter, whole = tl.exp2(tl.cumsum(gates, axis=0)), tl.exp2(tl.sum(gates, axis=0))
+    enter = tl.exp2(tl.cumsum(gates, axis=0))
+    whole = tl.exp2(tl.sum(gates, axis=0))
     if DECAY == 2:
         whole = whole[None, :]
     else:
-        enter, whole = enter[:, None], whole + tl.zeros([1, 1], tl.float32)
+        enter = enter[:, None]
+        whole = whole + tl.zeros([1, 1], tl.float32)
     return enter, whole
 
 
@@ -179,10 +186,14 @@ def decay_between(A, gates, OF_KEYS: tl.constexpr):
     """
     gates = tl.maximum(gates, SHUT)
     multiples = tl.floor(16 * gates) / 16
-    coarse, fine = tl.cumsum(multiples, axis=0), tl.cumsum(gates - multiples, axis=0)
+    coarse = tl.cumsum(multiples, axis=0)
+    fine = tl.cumsum(gates - multiples, axis=0)
     if OF_KEYS:
-        coarse, fine = -coarse, -fine
-    return A * tl.exp2(tl.minimum(coarse[:, None] - coarse[None, :], 0.0) + (fine[:, None] - fine[None, :]))
+        coarse = -coarse
+        fine = -fine
+    return A * tl.exp2(
+        tl.minimum(coarse[:, None] - coarse[None, :], 0.0) + (fine[:, None] - fine[None, :])
+    )
 
 
 @triton.jit
@@ -201,7 +212,9 @@ def split_dot(x, y, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 def read(x, S, decay, meta: tl.constexpr):
     """(x decay) S [C, BV] for x [C, BK] and decay [C, 1] or [C, BK]; operands stay as loaded if they can."""
     if meta.DECAY == 2:
-        return split_dot(tl.cast(x * decay, x.dtype), tl.cast(S, x.dtype), meta.PARTS, meta.PRECISION)
+        return split_dot(
+            tl.cast(x * decay, x.dtype), tl.cast(S, x.dtype), meta.PARTS, meta.PRECISION
+        )
     y = split_dot(x, tl.cast(S, x.dtype), meta.PARTS, meta.PRECISION)
     if meta.DECAY == 1:
         y *= decay
@@ -250,7 +263,9 @@ def decay_over(gates, between, PRECISION: tl.constexpr):
 
     Sums are products with zeros and ones, so that none is the difference of two large ones.
     """
-    return tl.exp2(tl.dot(tl.where(between, 1.0, 0.0), tl.maximum(gates, SHUT), input_precision=PRECISION))
+    return tl.exp2(
+        tl.dot(tl.where(between, 1.0, 0.0), tl.maximum(gates, SHUT), input_precision=PRECISION)
+    )
 
 
 @triton.jit
@@ -269,12 +284,15 @@ def level_of_pairs(SIZE: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, OF_K
 
 
 @triton.jit
-def decay_of_level(gates, SIZE: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+def decay_of_level(
+    gates, SIZE: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr
+):
     """Decays [ROWS, BK] between each token and the middle of its block of 2 SIZE, of which no exponent is positive.
 
     The product of two of them is the decay between the tokens of a pair. A second row reads before its token decays.
     """
-    rows, t = tl.arange(0, ROWS), tl.arange(0, C)[None, :]
+    rows = tl.arange(0, ROWS)
+    t = tl.arange(0, C)[None, :]
     i = (rows % C)[:, None]
     until = i - (rows // C)[:, None]
     between = (i // SIZE == t // SIZE) & tl.where(i // SIZE % 2 == 1, t <= until, t > i)
@@ -290,7 +308,9 @@ def scores_by_level(x, y, gates, C: tl.constexpr, OF_KEYS: tl.constexpr, PRECISI
         if 2**level < C:
             decay = decay_of_level(gates, 2**level, C, ROWS, PRECISION)
             products = tl.dot(
-                tl.cast(x * decay, x.dtype), tl.trans(tl.cast(y * decay, y.dtype)), input_precision=PRECISION
+                tl.cast(x * decay, x.dtype),
+                tl.trans(tl.cast(y * decay, y.dtype)),
+                input_precision=PRECISION,
             )
             A = tl.where(level_of_pairs(2**level, C, ROWS, OF_KEYS), products, A)
     return A
@@ -301,10 +321,12 @@ def scores(q, k, gates, OF_KEYS: tl.constexpr, meta: tl.constexpr):
     """A [C, C] without scale; rows are queries, or keys if OF_KEYS (a transposed product was wrong on Hopper)."""
     rows = tl.arange(0, meta.C)
     if OF_KEYS:
-        x, y = k, q
+        x = k
+        y = q
         seen = rows[:, None] <= rows[None, :]
     else:
-        x, y = q, k
+        x = q
+        y = k
         seen = rows[:, None] >= rows[None, :]
     if meta.DECAY == 2:
         same = tl.sum(tl.cast(x, tl.float32) * tl.cast(y, tl.float32), axis=1)
@@ -326,11 +348,17 @@ def unit_lower_inverse(A, C: tl.constexpr):
     [[D^-1, 0], [-F^-1 E D^-1, F^-1]].
     """
     BLOCKS: tl.constexpr = C // 16
-    rows, blocks = tl.arange(0, 16), tl.arange(0, BLOCKS)
-    on_diagonal = blocks[:, None, None, None] == blocks[None, None, :, None]  # [BLOCKS, 1, BLOCKS, 1]
+    rows = tl.arange(0, 16)
+    blocks = tl.arange(0, BLOCKS)
+    on_diagonal = (
+        blocks[:, None, None, None] == blocks[None, None, :, None]
+    )  # [BLOCKS, 1, BLOCKS, 1]
     A = tl.reshape(A, [BLOCKS, 16, BLOCKS, 16])
     D = tl.sum(tl.where(on_diagonal, A, 0.0), axis=2)
-    inverse = tl.zeros([BLOCKS, 16, 16], tl.float32) + tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)[None]
+    inverse = (
+        tl.zeros([BLOCKS, 16, 16], tl.float32)
+        + tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)[None]
+    )
     for i in range(1, 16):
         here = (rows == i)[None, :, None]
         a_i = tl.sum(tl.where(here, D, 0.0), axis=1)  # [BLOCKS, 16]
@@ -339,5 +367,7 @@ def unit_lower_inverse(A, C: tl.constexpr):
     inverse = tl.reshape(tl.where(on_diagonal, inverse[:, :, None, :], 0.0), [C, C])
     if C > 16:
         below = tl.reshape(tl.where(on_diagonal, 0.0, A), [C, C])
-        inverse -= tl.dot(tl.dot(inverse, below, input_precision="tf32x3"), inverse, input_precision="tf32x3")
+        inverse -= tl.dot(
+            tl.dot(inverse, below, input_precision="tf32x3"), inverse, input_precision="tf32x3"
+        )
     return inverse

@@ -32,7 +32,9 @@ def solve_kernel(
 ):
     """Holds dS [BK, BV] for all key channels and a tile of value channels, and walks backwards."""
     n, head, key_head, tile = program(meta.V, meta.BV, meta)
-    keys, values, own = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V), channels(0, meta.C, meta.C)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(tile, meta.BV, meta.V)
+    own = channels(0, meta.C, meta.C)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)
     dS = load_state(d_states.ST, i_s, in_s)
@@ -45,7 +47,9 @@ def solve_kernel(
         do_c = load_rows(d_out.o, tokens, head, values)
         P_c = load_rows(matrices.P, tokens, head, own)
         W_c = load_rows(matrices.W, tokens, head, own)
-        d_c, enter, leave = call.scale * tl.dot(tl.trans(P_c), do_c, input_precision=meta.PRECISION), 1.0, 1.0
+        d_c = call.scale * tl.dot(tl.trans(P_c), do_c, input_precision=meta.PRECISION)
+        enter = 1.0
+        leave = 1.0
         if meta.DECAY > 0:
             leave = decay_to_end(rows.g, t, end, head, keys, meta.DECAY)
         d_c += read(k_c, dS, leave, meta)
@@ -58,7 +62,9 @@ def solve_kernel(
             i_t = (tl.cast(tile, tl.int64) * call.tokens + t) * meta.HV + head[0]
             tl.store(d_rows.beta + i_t, tl.sum(d_c * e_c, axis=1), mask=t < end)
         if meta.DECAY > 0:
-            enter, whole = decay_to_here(load_gates(rows.g, tokens, head, keys, meta.DECAY), meta.DECAY)
+            enter, whole = decay_to_here(
+                load_gates(rows.g, tokens, head, keys, meta.DECAY), meta.DECAY
+            )
             dS *= tl.trans(whole)
         dS += call.scale * write(q_c, do_c, enter, meta)
         dS -= write(k_c, dv_c, enter, meta)

@@ -41,7 +41,8 @@ def chunk_kernel(
 ):
     """The matrices of one chunk and head."""
     c, head, key_head, _ = program(1, 1, meta)
-    keys, own = channels(0, meta.BK, meta.K), channels(0, meta.C, meta.C)
+    keys = channels(0, meta.BK, meta.K)
+    own = channels(0, meta.C, meta.C)
     start, end = chunk_bounds(call, c, meta.C)
     lines = tl.arange(0, meta.C)
     tokens = (start + lines, start + lines < end)
@@ -86,7 +87,9 @@ def forward_kernel(
 ):
     """Holds S [BK, BV] for all key channels and a tile of value channels."""
     n, head, key_head, tile = program(meta.V, meta.BV, meta)
-    keys, values, own = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V), channels(0, meta.C, meta.C)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(tile, meta.BV, meta.V)
+    own = channels(0, meta.C, meta.C)
     start, end = sequence_bounds(call, n)
     S = first_state(states.S0, rows.v, n, head, keys, values)
     for first in range(start, end, meta.C):
@@ -95,9 +98,12 @@ def forward_kernel(
         k_c = load_rows(rows.k, tokens, key_head, keys)
         U_c = load_rows(matrices.U, tokens, head, own)
         beta_c = tl.cast(load_numbers(rows.beta, tokens, head), tl.float32)[:, None]
-        enter, leave = 1.0, 1.0
+        enter = 1.0
+        leave = 1.0
         if meta.DECAY > 0:
-            enter, whole = decay_to_here(load_gates(rows.g, tokens, head, keys, meta.DECAY), meta.DECAY)
+            enter, whole = decay_to_here(
+                load_gates(rows.g, tokens, head, keys, meta.DECAY), meta.DECAY
+            )
         e_c = -read(k_c, S, enter, meta)
         if rows.v is not None:
             e_c += tl.cast(load_rows(rows.v, tokens, head, values), tl.float32)

@@ -25,7 +25,14 @@ from hf_memory.ops.delta_rule.kernels.backward import solve_kernel
 from hf_memory.ops.delta_rule.kernels.forward import Matrices, chunk_kernel, forward_kernel
 from hf_memory.ops.triton.arguments import Call, Outputs, Rows, States
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import Constants, contiguous, decay_kind, delta_constants, launcher, or_empty
+from hf_memory.ops.triton.launch import (
+    Constants,
+    contiguous,
+    decay_kind,
+    delta_constants,
+    launcher,
+    or_empty,
+)
 from hf_memory.ops.triton.segments import (
     boundary_states_of,
     cut,
@@ -48,7 +55,9 @@ def _matrices(rows: Rows, cu_seqlens: Tensor | None, *, backward: bool) -> Matri
     P, inverse = (q.new_empty(B, T, HV, meta.C, dtype=dtype) for dtype in (q.dtype, torch.float32))
     matrices = Matrices(P, W=inverse) if backward else Matrices(P, U=inverse)
     bounds, chunks = chunks_of(q, cu_seqlens, meta.C)
-    launcher(chunk_kernel, (chunks * HV,))(rows._replace(v=None), matrices, Call(bounds, T), meta=meta, **options)
+    launcher(chunk_kernel, (chunks * HV,))(
+        rows._replace(v=None), matrices, Call(bounds, T), meta=meta, **options
+    )
     return matrices
 
 
@@ -75,7 +84,8 @@ def forward_by_segments(
         segment: tokens of a segment, 0 for none.
     """
     B, T = q.shape[:2]
-    o, e = torch.empty_like(v), torch.empty_like(v)
+    o = torch.empty_like(v)
+    e = torch.empty_like(v)
     if not segment:
         walk(v, S, o, e, ST := torch.empty_like(S), cu_seqlens)
         return or_empty(S, o, ST, e, None, None)
@@ -95,8 +105,11 @@ def fake_forward(
     (N, HV, K, V), states, transition = S.shape, None, None
     if segment:
         M = number_of_segments(q, cu_seqlens, N, segment)
-        states, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
-    return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), v.new_empty(v.shape), states, transition)
+        states = S.new_empty(M, HV, K, V)
+        transition = S.new_empty(M, HV, K, K)
+    return or_empty(
+        S, v.new_empty(v.shape), S.new_empty(S.shape), v.new_empty(v.shape), states, transition
+    )
 
 
 @torch.library.custom_op("hf_memory::delta_rule", mutates_args=())
@@ -148,15 +161,23 @@ def _backward(
     `rows` are q, k, the errors, beta and g, `states` those before each segment and the transitions or None, `gradients`
     those of o and of the final state.
     """
-    (q, k, e, beta, g), (S, transition), (do, dST) = contiguous(*rows), contiguous(*states), contiguous(*gradients)
+    (q, k, e, beta, g), (S, transition), (do, dST) = (
+        contiguous(*rows),
+        contiguous(*states),
+        contiguous(*gradients),
+    )
     (B, T), (HV, V) = q.shape[:2], e.shape[2:]
     _, (meta, options) = _constants_of(q, V, HV, g)
-    given, d_out, tiles = Rows(q, k, e, beta, g), Outputs(do), triton.cdiv(V, meta.BV)
+    given = Rows(q, k, e, beta, g)
+    d_out = Outputs(do)
+    tiles = triton.cdiv(V, meta.BV)
     matrices = _matrices(given, cu_seqlens, backward=True)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
     call = Call(cu_seqlens, tokens_of_sequences(q, S), scale, B * T)
-    dv, dbeta, dS0 = torch.empty_like(e), S.new_empty(tiles, B, T, HV), torch.empty_like(S)
+    dv = torch.empty_like(e)
+    dbeta = S.new_empty(tiles, B, T, HV)
+    dS0 = torch.empty_like(S)
 
     def solve(rows, d_rows, d_states):
         launcher(solve_kernel, (S.shape[0] * HV * tiles,))(
@@ -168,7 +189,9 @@ def _backward(
         dST = segments.of_sequences(dST, S)
         dST, dS0 = boundary_states_of(transition, dS0, dST, segments, backwards=True)
     solve(given, Rows(v=dv, beta=dbeta), States(None if segments else dS0, dST))
-    dq, dk, dg, _ = query_and_key_gradients(given, States(S), Outputs(do, e=dv), States(ST=dST), call)
+    dq, dk, dg, _ = query_and_key_gradients(
+        given, States(S), Outputs(do, e=dv), States(ST=dST), call
+    )
     return or_empty(S, dq, dk, dv, dbeta.sum(0), dg, dS0)
 
 
@@ -193,8 +216,20 @@ def _gradients(ctx, do, dST, *_):
     *rows, S, transition, cu_seqlens = ctx.saved_tensors
     _, _, e, beta, g = rows
     gradients = torch.zeros_like(e) if do is None else do, dST
-    dq, dk, dv, dbeta, dg, dS0 = _backward(rows, (S, transition), gradients, cu_seqlens, ctx.scale, ctx.segment)
-    return dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dS0, None, None, None
+    dq, dk, dv, dbeta, dg, dS0 = _backward(
+        rows, (S, transition), gradients, cu_seqlens, ctx.scale, ctx.segment
+    )
+    return (
+        dq,
+        dk,
+        dv,
+        dbeta.to(beta.dtype),
+        None if g is None else dg.to(g.dtype),
+        dS0,
+        None,
+        None,
+        None,
+    )
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

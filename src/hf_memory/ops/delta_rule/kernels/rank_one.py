@@ -67,8 +67,10 @@ def rank_one_chunk_kernel(
     C: tl.constexpr = meta.C
     start, end = chunk_bounds(call, c, C)
     lines = tl.arange(0, 2 * C)
-    i, is_q = lines % C, lines < C
-    t, t_c = start + i, start + tl.arange(0, C)
+    i = lines % C
+    is_q = lines < C
+    t = start + i
+    t_c = start + tl.arange(0, C)
     tokens = (t, t < end)
     same = is_q[:, None] & (i[:, None] == i[None, :])
     found = tl.zeros([2 * C, 2 * C], tl.float32)
@@ -78,7 +80,9 @@ def rank_one_chunk_kernel(
         reads = load_pairs(rows.q, rows.a, tokens, head, keys)
         writes = load_pairs(rows.k, rows.b, tokens, head, keys)
         gates = load_gates(rows.g, (t_c, t_c < end), head, keys, DECAY)
-        found += tl.where(same, tl.dot(reads, tl.trans(writes), input_precision=meta.PRECISION), 0.0)
+        found += tl.where(
+            same, tl.dot(reads, tl.trans(writes), input_precision=meta.PRECISION), 0.0
+        )
         found += scores_by_level(reads, writes, gates, C, False, meta.PRECISION)
     both = channels(0, 2 * C, 2 * C)
     store_rows(matrices.PR, found, (t, (t < end) & is_q), head, both)
@@ -97,7 +101,8 @@ def rank_one_forward_kernel(
 ):
     """Holds S [BK, BV] for all key channels and a tile of value channels."""
     n, head, _, tile = program(meta.V, meta.BV, meta)
-    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     S = first_state(states.S0, rows.v, n, head, keys, values)
     left, right = halves(meta.C)
@@ -146,7 +151,8 @@ def rank_one_backward_kernel(
 ):
     """Holds dS [BK, BV] for all key channels and a tile of value channels, and loops backwards."""
     n, head, _, tile = program(meta.V, meta.BV, meta)
-    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)
     dS = load_state(d_states.ST, i_s, in_s)

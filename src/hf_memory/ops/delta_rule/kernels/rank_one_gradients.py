@@ -19,7 +19,14 @@ from torch import Tensor
 
 from hf_memory.ops.delta_rule.kernels.rank_one import DECAY
 from hf_memory.ops.triton.arguments import Call, Rows
-from hf_memory.ops.triton.gradients import BLOCK, SHUT, Reads, add_within, block_slot, number_of_slots
+from hf_memory.ops.triton.gradients import (
+    BLOCK,
+    SHUT,
+    Reads,
+    add_within,
+    block_slot,
+    number_of_slots,
+)
 from hf_memory.ops.triton.launch import launcher, rank_one_constants
 from hf_memory.ops.triton.tiles import (
     channels,
@@ -61,7 +68,8 @@ def of_tokens(x, C: tl.constexpr):
 @triton.jit
 def decays_of_pairs(gates, C: tl.constexpr, PRECISION: tl.constexpr):
     """Decays from the start of a chunk to each row that reads, and from each row that writes to the end, [2 C, BK]."""
-    rows, t = tl.arange(0, 2 * C), tl.arange(0, C)[None, :]
+    rows = tl.arange(0, 2 * C)
+    t = tl.arange(0, C)[None, :]
     i = (rows % C)[:, None]
     enter = decay_over(gates, t <= i - (rows // C)[:, None], PRECISION)
     return enter, decay_over(gates, t > i, PRECISION), tl.exp2(tl.sum(gates, axis=0))[None, :]
@@ -78,18 +86,21 @@ def rank_one_reads_kernel(
 ):
     """Holds S^T [BV, BK] for all value channels and the i-th tile of key channels."""
     n, head, _, tile = program(meta.K, meta.BK, meta)
-    keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
+    keys = channels(tile, meta.BK, meta.K)
+    values = channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)
     i_s, in_s = turned_state_tile(n, head, keys, values)
     S = tl.load(S0 + i_s, mask=in_s, other=0.0)
     lines = tl.arange(0, 2 * meta.C)
-    i, of_q = lines % meta.C, lines < meta.C
+    i = lines % meta.C
+    of_q = lines < meta.C
     scales = tl.where(of_q, call.scale, 1.0)[:, None]
     for first in range(start, end, meta.C):
         t_c = tl.cast(first, tl.int64) + tl.arange(0, meta.C)
         t = tl.cast(first, tl.int64) + i
-        tokens, both = (t_c, t_c < end), (t, t < end)
+        tokens = (t_c, t_c < end)
+        both = (t, t < end)
         writes = load_pairs(pairs.k, pairs.b, both, head, keys)
         Z = load_pairs(pairs.v, pairs.e, both, head, values)
         G = load_pairs(pairs.do, pairs.de, both, head, values)
@@ -121,13 +132,15 @@ def rank_one_writes_kernel(
 ):
     """Holds dS^T [BV, BK] for all value channels and the i-th tile of key channels."""
     n, head, _, tile = program(meta.K, meta.BK, meta)
-    keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
+    keys = channels(tile, meta.BK, meta.K)
+    values = channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)
     i_s, in_s = turned_state_tile(n, head, keys, values)
     dS = load_state(dST, i_s, in_s)
     lines = tl.arange(0, 2 * meta.C)
-    i, of_q = lines % meta.C, lines < meta.C
+    i = lines % meta.C
+    of_q = lines < meta.C
     scales = tl.where(of_q, call.scale, 1.0)
     tail = tl.zeros([1, meta.BK], tl.float32)
     chunks = (end - start + meta.C - 1) // meta.C
@@ -138,7 +151,8 @@ def rank_one_writes_kernel(
             tail = tl.sum(tl.load(reads.S + at, mask=inside, other=0.0) * dS, axis=0)[None, :]
         t_c = start + done - meta.C + tl.arange(0, meta.C)
         t = start + done - meta.C + i
-        tokens, both = (t_c, t_c < end), (t, t < end)
+        tokens = (t_c, t_c < end)
+        both = (t, t < end)
         x = load_pairs(pairs.q, pairs.a, both, head, keys)
         Z = load_pairs(pairs.v, pairs.e, both, head, values)
         G = load_pairs(pairs.do, pairs.de, both, head, values)
@@ -152,13 +166,19 @@ def rank_one_writes_kernel(
         writes = load_pairs(pairs.k, pairs.b, both, head, keys)
         db_c = load_rows(reads.db, tokens, head, keys) - of_tokens(writes * dx, meta.C)
         total = tl.sum(db_c, axis=0)[None, :]
-        a_c = tl.cast(load_rows(pairs.a, tokens, head, keys), tl.float32)  # is read before its token decays
+        a_c = tl.cast(
+            load_rows(pairs.a, tokens, head, keys), tl.float32
+        )  # is read before its token decays
         own = a_c * tl.cast(load_rows(d_rows.a, tokens, head, keys), tl.float32)
         dg_c = total - tl.cumsum(db_c, axis=0) + db_c + tail - own
         store_rows(d_rows.g, tl.where(gates < SHUT, 0.0, dg_c), tokens, head, keys)
         tail += total
         dS *= whole
-        dS += tl.dot(tl.trans(G), tl.cast(scales[:, None] * enter * x, G.dtype), input_precision=meta.PRECISION)
+        dS += tl.dot(
+            tl.trans(G),
+            tl.cast(scales[:, None] * enter * x, G.dtype),
+            input_precision=meta.PRECISION,
+        )
 
 
 def row_gradients(pairs: Pairs, S: Tensor, dST: Tensor | None, call: Call) -> Rows:

@@ -21,7 +21,6 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_memory.ops.contract import repeat_heads
 from hf_memory.ops.delta_rule.kernels.launch import (
     chunks_of,
     fake_forward,
@@ -34,9 +33,22 @@ from hf_memory.ops.delta_rule.kernels.rank_one import (
     rank_one_forward_kernel,
 )
 from hf_memory.ops.delta_rule.kernels.rank_one_gradients import Pairs, row_gradients
+from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.triton.arguments import Call, Outputs, Rows, States
-from hf_memory.ops.triton.launch import VECTOR, Constants, contiguous, delta_constants, launcher, rank_one_constants
-from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length, tokens_of_sequences
+from hf_memory.ops.triton.launch import (
+    VECTOR,
+    Constants,
+    contiguous,
+    delta_constants,
+    launcher,
+    rank_one_constants,
+)
+from hf_memory.ops.triton.segments import (
+    boundary_states_of,
+    cut,
+    segment_length,
+    tokens_of_sequences,
+)
 
 
 def _walk_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> Constants:
@@ -48,7 +60,9 @@ def _matrices(rows: Rows, cu_seqlens: Tensor | None) -> Matrices:
     """[P, R] and [W, U] of every chunk."""
     B, T, HV, K = rows.q.shape
     (meta, options), _ = rank_one_constants(HV, K, 1, rows.q.dtype)
-    matrices = Matrices(*(rows.q.new_empty(B, T, HV, 2 * meta.C, dtype=x) for x in (rows.q.dtype, torch.float32)))
+    matrices = Matrices(
+        *(rows.q.new_empty(B, T, HV, 2 * meta.C, dtype=x) for x in (rows.q.dtype, torch.float32))
+    )
     bounds, chunks = chunks_of(rows.q, cu_seqlens, meta.C)
     launcher(rank_one_chunk_kernel, (chunks * HV,))(
         rows._replace(v=None), matrices, Call(bounds, T), meta=meta, **options
@@ -83,7 +97,8 @@ def _forward(
 
     def walk(v, S0, o, e, ST, bounds):
         state = S0 if ST is None else ST
-        call, given = Call(bounds, tokens_of_sequences(q, state), scale), (matrices, States(S0, ST), Outputs(o, e=e))
+        call = Call(bounds, tokens_of_sequences(q, state), scale)
+        given = (matrices, States(S0, ST), Outputs(o, e=e))
         _walk(rank_one_forward_kernel, rows._replace(v=v), given, state, call)
 
     return forward_by_segments(walk, q, v, S, cu_seqlens, segment)
@@ -108,13 +123,19 @@ def _backward(
     `rows` are q, k, v, g, a, b and E, `states` those before each segment and the transitions or None, `gradients` those
     of o and of the final state.
     """
-    (q, k, v, g, a, b, e), (S, transition), (do, dST) = contiguous(*rows), contiguous(*states), contiguous(*gradients)
+    (q, k, v, g, a, b, e), (S, transition), (do, dST) = (
+        contiguous(*rows),
+        contiguous(*states),
+        contiguous(*gradients),
+    )
     read, (B, T) = Rows(q, k, g=g, a=a, b=b), q.shape[:2]
     matrices = _matrices(read, cu_seqlens)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
     call = Call(cu_seqlens, tokens_of_sequences(q, S), scale)
-    de, dv, dS0 = torch.empty_like(do), torch.empty_like(do), torch.empty_like(S)
+    de = torch.empty_like(do)
+    dv = torch.empty_like(do)
+    dS0 = torch.empty_like(S)
 
     def walk(d_states, de, dv):
         _walk(rank_one_backward_kernel, read, (matrices, d_states, Outputs(do, e=de), dv), S, call)
@@ -132,7 +153,9 @@ def _backward(
 def _(rows, states, gradients, cu_seqlens, scale, segment):
     (q, *others, _), (S, _) = rows, states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dq, dk, dv, dg, da, db = (like.new_empty(x.shape) for like, x in zip((q, q, q, S, q, q), (q, *others)))
+    dq, dk, dv, dg, da, db = (
+        like.new_empty(x.shape) for like, x in zip((q, q, q, S, q, q), (q, *others))
+    )
     return dq, dk, dv, dg, da, db, S.new_empty(N, *S.shape[1:])
 
 
@@ -147,7 +170,9 @@ def _save(ctx, inputs, output):
 def _gradients(ctx, do, dST, *_):
     *rows, S, transition, cu_seqlens = ctx.saved_tensors
     gradients = torch.zeros_like(rows[-1]) if do is None else do, dST
-    dq, dk, dv, dg, *others = _backward(rows, (S, transition), gradients, cu_seqlens, ctx.scale, ctx.segment)
+    dq, dk, dv, dg, *others = _backward(
+        rows, (S, transition), gradients, cu_seqlens, ctx.scale, ctx.segment
+    )
     return dq, dk, dv, dg.to(rows[3].dtype), *others, None, None, None
 
 
@@ -168,7 +193,9 @@ def diagonal_plus_rank_one(
 ) -> tuple[Tensor, Tensor]:
     """Same function as the reference, for K and V up to 256."""
     HV, V = v.shape[2:]
-    q, k, v = repeat_heads(q, HV), repeat_heads(k, HV), (beta[..., None] * v).to(v.dtype)
+    q = repeat_heads(q, HV)
+    k = repeat_heads(k, HV)
+    v = (beta[..., None] * v).to(v.dtype)
     programs = HV * triton.cdiv(V, _walk_constants(HV, q.shape[3], V, q.dtype).meta.BV)
     segment = segment_length(q, state.shape[0], programs)
     return _forward(q, k, v, g, a.to(q.dtype), b.to(q.dtype), state, cu_seqlens, scale, segment)[:2]

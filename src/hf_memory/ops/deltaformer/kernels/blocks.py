@@ -51,12 +51,15 @@ def recalled(rows, system, x, span, scale, head, meta: tl.constexpr):
     """
     k_t, L_t = rows
     row, first, end = span
-    keys, values = channels(0, meta.BK, meta.K), channels(0, meta.BV, meta.V)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(0, meta.BV, meta.V)
     total = tl.zeros([k_t.shape[0], meta.BV], tl.float32)
     for start in range(first, end, meta.C):
         s = row + start + tl.arange(0, meta.C)
         tokens = (s, s < row + end)
-        X = scale * tl.dot(k_t, tl.trans(load_rows(system.k, tokens, head, keys)), input_precision=meta.PRECISION)
+        X = scale * tl.dot(
+            k_t, tl.trans(load_rows(system.k, tokens, head, keys)), input_precision=meta.PRECISION
+        )
         if meta.BACKWARDS:
             X -= load_row(system.L, tokens, head, float("inf"))[None, :]
         else:

@@ -13,7 +13,11 @@ import triton
 from torch import Tensor
 
 from hf_memory.ops.deltaformer.kernels.blocks import Place, System
-from hf_memory.ops.deltaformer.kernels.gradients import Gradients, beta_gradient_kernel, key_gradient_kernel
+from hf_memory.ops.deltaformer.kernels.gradients import (
+    Gradients,
+    beta_gradient_kernel,
+    key_gradient_kernel,
+)
 from hf_memory.ops.deltaformer.kernels.substitution import (
     gather_kernel,
     inverse_kernel,
@@ -29,7 +33,9 @@ PANEL = 512  # tokens that one program a head solves in series between two paral
 def _meta(k: Tensor, V: int = 0) -> Meta:
     """What all kernels are compiled for, those that read values with V channels."""
     (H, K), C = k.shape[2:], 32 if k.dtype.itemsize == 2 else 16
-    return Meta(H, K=K, V=V, C=C, BK=width(K), BV=width(V) if V else 0, PRECISION=precision(k.dtype))
+    return Meta(
+        H, K=K, V=V, C=C, BK=width(K), BV=width(V) if V else 0, PRECISION=precision(k.dtype)
+    )
 
 
 def _tall(meta: Meta, dtype: torch.dtype) -> Meta:
@@ -43,7 +49,8 @@ def _programs(k: Tensor, tokens: int, rows: int) -> tuple[int]:
 
 def _normalizers(k: Tensor, scale: float) -> Tensor:
     """L [B, T, H]."""
-    meta, T = _tall(_meta(k), k.dtype), k.shape[1]
+    meta = _tall(_meta(k), k.dtype)
+    T = k.shape[1]
     L = k.new_empty(k.shape[:3], dtype=torch.float32)
     launcher(normalizer_kernel, _programs(k, T, meta.ROWS))(
         k, L, scale, T, meta=meta, num_warps=8, num_stages=3
@@ -53,9 +60,11 @@ def _normalizers(k: Tensor, scale: float) -> Tensor:
 
 def _solve(system: System, scale: float, *, backward: bool) -> tuple[Tensor, Tensor]:
     """U, or G of the transposed system. Also what products read of them, in the dtype of k."""
-    k, v = system.k, system.v
+    k = system.k
+    v = system.v
     meta = _meta(k, v.shape[-1])._replace(BACKWARDS=backward)
-    T, tall = k.shape[1], _tall(meta, k.dtype)
+    T = k.shape[1]
+    tall = _tall(meta, k.dtype)
     W = _inverses(system, scale)
     out = torch.empty_like(v, dtype=torch.float32)
     x = torch.empty_like(v, dtype=k.dtype) if backward or k.dtype != torch.float32 else out
@@ -66,14 +75,18 @@ def _solve(system: System, scale: float, *, backward: bool) -> tuple[Tensor, Ten
         launcher(gather_kernel, _programs(k, end - panel, tall.ROWS))(
             system, x, out, place, meta=tall, num_warps=8, num_stages=2
         )
-        launcher(substitute_kernel, _programs(k, 1, 1))(system, W, out, x, place, meta=meta, num_warps=4, num_stages=1)
+        launcher(substitute_kernel, _programs(k, 1, 1))(
+            system, W, out, x, place, meta=meta, num_warps=4, num_stages=1
+        )
     return out, x
 
 
 def _inverses(system: System, scale: float) -> Tensor:
     """W [B, T, H, C]."""
-    k, meta = system.k, _meta(system.k)
-    W, T = k.new_empty(*k.shape[:3], meta.C, dtype=torch.float32), k.shape[1]
+    k = system.k
+    meta = _meta(system.k)
+    W = k.new_empty(*k.shape[:3], meta.C, dtype=torch.float32)
+    T = k.shape[1]
     launcher(inverse_kernel, _programs(k, T, meta.C))(
         system._replace(v=None, a=None), W, scale, T, meta=meta, num_warps=4, num_stages=1
     )
@@ -90,22 +103,30 @@ def _forward(k: Tensor, v: Tensor, a: Tensor, beta: Tensor, scale: float) -> tup
 
 @_forward.register_fake
 def _(k, v, a, beta, scale):
-    return v.new_empty(v.shape, dtype=torch.float32), beta.new_empty(beta.shape, dtype=torch.float32)
+    return v.new_empty(v.shape, dtype=torch.float32), beta.new_empty(
+        beta.shape, dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("hf_memory::corrected_values_backward", mutates_args=())
-def _backward(given: Sequence[Tensor], u: Tensor, du: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(
+    given: Sequence[Tensor], u: Tensor, du: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of k, v, a and beta, which are given with L."""
-    system, du = System(*contiguous(*given)), du.contiguous()
+    system = System(*contiguous(*given))
+    du = du.contiguous()
     k, v = system[:2]
     g, z = _solve(system._replace(v=du, a=None), scale, backward=True)
-    meta, T, u = _meta(k, v.shape[-1]), k.shape[1], u.to(k.dtype)
+    meta = _meta(k, v.shape[-1])
+    T = k.shape[1]
+    u = u.to(k.dtype)
     grads = Gradients(*map(torch.empty_like, system))
     tall = _tall(meta, k.dtype)
     launcher(beta_gradient_kernel, _programs(k, T, tall.ROWS))(
         system, u, g, grads._replace(k=None), scale, T, meta=tall, num_warps=8, num_stages=1
     )
-    square, of_keys = tall._replace(ROWS=0), grads._replace(v=None, a=None, beta=None)
+    square = tall._replace(ROWS=0)
+    of_keys = grads._replace(v=None, a=None, beta=None)
     launcher(key_gradient_kernel, _programs(k, T, square.C))(
         system._replace(v=None, a=None, beta=None), u, z, of_keys, scale, T,
         meta=square, num_warps=4, num_stages=1,

@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 
 from hf_memory.ops.deltaformer.kernels.blocks import head_and_block, load_row, own_weights, recalled
-from hf_memory.ops.triton.tiles import LOG2E, channels, load_rows, store_numbers, store_rows, unit_lower_inverse
+from hf_memory.ops.triton.tiles import (
+    LOG2E,
+    channels,
+    load_rows,
+    store_numbers,
+    store_rows,
+    unit_lower_inverse,
+)
 
 
 @triton.jit
@@ -24,10 +31,12 @@ def normalizer_kernel(
     row, head, block = head_and_block(T, blocks, meta)
     scale *= LOG2E
     first = (blocks - 1 - block) * meta.ROWS  # the longest sums begin first
-    keys, t = channels(0, meta.BK, meta.K), first + tl.arange(0, meta.ROWS)
+    keys = channels(0, meta.BK, meta.K)
+    t = first + tl.arange(0, meta.ROWS)
     tokens = (row + t, t < T)
     k_t = load_rows(k, tokens, head, keys)
-    m, l = tl.full([meta.ROWS], -1e30, tl.float32), tl.zeros([meta.ROWS], tl.float32)
+    m = tl.full([meta.ROWS], -1e30, tl.float32)
+    l = tl.zeros([meta.ROWS], tl.float32)
     for start in range(0, tl.minimum(first + meta.ROWS, T), meta.C):
         s = start + tl.arange(0, meta.C)
         k_s = load_rows(k, (row + s, s < T), head, keys)
@@ -36,7 +45,9 @@ def normalizer_kernel(
         m_new = tl.maximum(m, tl.max(X, axis=1))
         l = l * tl.exp2(m - m_new) + tl.sum(tl.exp2(X - m_new[:, None]), axis=1)
         m = m_new
-    store_numbers(L, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("inf")), tokens, head)
+    store_numbers(
+        L, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("inf")), tokens, head
+    )
 
 
 @triton.jit
@@ -52,9 +63,12 @@ def inverse_kernel(
     t = row + block * meta.C + tl.arange(0, meta.C)
     tokens = (t, t < row + T)
     k_t = load_rows(system.k, tokens, head, channels(0, meta.BK, meta.K))
-    b_t, L_t = load_row(system.beta, tokens, head, 0.0), load_row(system.L, tokens, head, float("inf"))
+    b_t = load_row(system.beta, tokens, head, 0.0)
+    L_t = load_row(system.L, tokens, head, float("inf"))
     P = own_weights(k_t, L_t, scale * LOG2E, meta)
-    store_rows(W, unit_lower_inverse(b_t[:, None] * P, meta.C), tokens, head, channels(0, meta.C, meta.C))
+    store_rows(
+        W, unit_lower_inverse(b_t[:, None] * P, meta.C), tokens, head, channels(0, meta.C, meta.C)
+    )
 
 
 @triton.jit
@@ -66,7 +80,9 @@ def gather_kernel(
     meta: tl.constexpr,
 ):
     """out_t = a_t v_t - beta_t sum_s P_ts x_s over all panels before; BACKWARDS: v_t - sum_s P_st x_s, after."""
-    panel, end, T = place.panel, place.end, place.T
+    panel = place.panel
+    end = place.end
+    T = place.T
     row, head, block = head_and_block(T, (end - panel + meta.ROWS - 1) // meta.ROWS, meta)
     values = channels(0, meta.BV, meta.V)
     t = row + panel + block * meta.ROWS + tl.arange(0, meta.ROWS)
@@ -74,15 +90,18 @@ def gather_kernel(
     k_t = load_rows(system.k, tokens, head, channels(0, meta.BK, meta.K))
     L_t = load_row(system.L, tokens, head, float("inf"))
     if meta.BACKWARDS:
-        first, last = end, T
+        first = end
+        last = T
     else:
-        first, last = panel * 0, panel
+        first = panel * 0
+        last = panel
     total = recalled((k_t, L_t), system, x, (row, first, last), place.scale * LOG2E, head, meta)
     v_t = tl.cast(load_rows(system.v, tokens, head, values), tl.float32)
     if meta.BACKWARDS:
         v_t -= total
     else:
-        a_t, b_t = load_row(system.a, tokens, head, 0.0), load_row(system.beta, tokens, head, 0.0)
+        a_t = load_row(system.a, tokens, head, 0.0)
+        b_t = load_row(system.beta, tokens, head, 0.0)
         v_t = a_t[:, None] * v_t - b_t[:, None] * total
     store_rows(out, v_t, tokens, head, values)
 
@@ -97,21 +116,28 @@ def substitute_kernel(
     meta: tl.constexpr,
 ):
     """Solve for the tokens of a panel, block by block, BACKWARDS the transposed system from the last block on."""
-    panel, end = place.panel, place.end
+    panel = place.panel
+    end = place.end
     row, head, _ = head_and_block(place.T, 1, meta)
-    keys, values, own = channels(0, meta.BK, meta.K), channels(0, meta.BV, meta.V), channels(0, meta.C, meta.C)
+    keys = channels(0, meta.BK, meta.K)
+    values = channels(0, meta.BV, meta.V)
+    own = channels(0, meta.C, meta.C)
     blocks = (end - panel + meta.C - 1) // meta.C
     for n in range(blocks):
         if meta.BACKWARDS:
             here = panel + (blocks - 1 - n) * meta.C
-            first, last = tl.minimum(here + meta.C, end), end
+            first = tl.minimum(here + meta.C, end)
+            last = end
         else:
             here = panel + n * meta.C
-            first, last = panel, here
+            first = panel
+            last = here
         t = row + here + tl.arange(0, meta.C)
         tokens = (t, t < row + end)
-        k_t, b_t = load_rows(system.k, tokens, head, keys), load_row(system.beta, tokens, head, 0.0)
-        L_t, W_t = load_row(system.L, tokens, head, float("inf")), load_rows(W, tokens, head, own)
+        k_t = load_rows(system.k, tokens, head, keys)
+        b_t = load_row(system.beta, tokens, head, 0.0)
+        L_t = load_row(system.L, tokens, head, float("inf"))
+        W_t = load_rows(W, tokens, head, own)
         total = recalled((k_t, L_t), system, x, (row, first, last), place.scale * LOG2E, head, meta)
         right = load_rows(out, tokens, head, values)
         if meta.BACKWARDS:

@@ -25,7 +25,8 @@ def _back_through(x, g, state, initial, tile, coefficients, meta: tl.constexpr):
     """Gradients of x, beta and c from g, the gradient of one tile of `read(x)`."""
     beta, c = coefficients
     back = dot(g, tl.trans(decaying(state, initial, tile, meta)), meta.DTYPE)
-    dx, dbeta = beta * back, tl.sum(x * back, axis=1)
+    dx = beta * back
+    dbeta = tl.sum(x * back, axis=1)
     dc = tl.zeros_like(dbeta)
     if meta.RETURNS:
         dx += dot(g, tl.trans(load_layer(initial, tile)), meta.DTYPE)
@@ -49,28 +50,48 @@ def read_backward_kernel(
     K: tl.constexpr = meta.K
     V: tl.constexpr = meta.V
     HIDDEN: tl.constexpr = meta.HIDDEN
-    given, learned, initial, N, C = chunks.rows, chunks.learned, chunks.initial, sizes.N, sizes.C
+    given = chunks.rows
+    learned = chunks.learned
+    initial = chunks.initial
+    N = sizes.N
+    C = sizes.C
     n = tl.cast(tl.program_id(0), tl.int64)
     at = tl.cast(tl.program_id(1), tl.int64) * N + n
-    i_k, i_v, cols = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC)
+    i_k = tl.arange(0, meta.BK)
+    i_v = tl.arange(0, meta.BV)
+    cols = tl.arange(0, meta.BC)
     rows = tl.program_id(2) * meta.BR + tl.arange(0, meta.BR)
     state = chunks.states + at * meta.PARTS * meta.SIZE
     if meta.RETURNS:
         initial += n * meta.SIZE
-    q_c, k_c, do_c = given.q + at * C * K, given.k + at * C * K, do + at * C * V
-    z_c, f_c, e_c = learned.z + at * C * HIDDEN, learned.f + at * C * HIDDEN, learned.e + at * C * V
-    y_c, du_c = reads.y + at * C * HIDDEN, reads.du + at * C * HIDDEN
+    q_c = given.q + at * C * K
+    k_c = given.k + at * C * K
+    do_c = do + at * C * V
+    z_c = learned.z + at * C * HIDDEN
+    f_c = learned.f + at * C * HIDDEN
+    e_c = learned.e + at * C * V
+    y_c = reads.y + at * C * HIDDEN
+    du_c = reads.du + at * C * HIDDEN
     P_c = load_tile(given.P + at * C * C, rows, C, cols, C)
     coefficients = of_read(given, at, rows, C)
-    scores, G, SECOND = reads.scores + at * C * C, reads.G + at * C * C, tl.cast(sizes.NC, tl.int64) * N * C * C
-    scores_1 = dot(load_tile(q_c, rows, C, i_k, K), tl.trans(load_tile(k_c, cols, C, i_k, K)), meta.DTYPE)
+    scores = reads.scores + at * C * C
+    G = reads.G + at * C * C
+    SECOND = tl.cast(sizes.NC, tl.int64) * N * C * C
+    scores_1 = dot(
+        load_tile(q_c, rows, C, i_k, K), tl.trans(load_tile(k_c, cols, C, i_k, K)), meta.DTYPE
+    )
     store_tile(scores, scores_1, rows, C, cols, C)
-    G_2 = dot(load_tile(do_c, rows, C, i_v, V), tl.trans(load_tile(e_c, cols, C, i_v, V)), meta.DTYPE)
+    G_2 = dot(
+        load_tile(do_c, rows, C, i_v, V), tl.trans(load_tile(e_c, cols, C, i_v, V)), meta.DTYPE
+    )
     store_tile(G + SECOND, G_2, rows, C, cols, C)
-    scores_1, G_2 = P_c * scores_1, P_c * G_2
-    scores_2, G_1 = tl.zeros([meta.BR, meta.BC], tl.float32), tl.zeros([meta.BR, meta.BC], tl.float32)
+    scores_1 = P_c * scores_1
+    G_2 = P_c * G_2
+    scores_2 = tl.zeros([meta.BR, meta.BC], tl.float32)
+    G_1 = tl.zeros([meta.BR, meta.BC], tl.float32)
     dq_c = tl.zeros([meta.BR, meta.BK], tl.float32)
-    dbeta_c, dc_c = tl.zeros([meta.BR], tl.float32), tl.zeros([meta.BR], tl.float32)
+    dbeta_c = tl.zeros([meta.BR], tl.float32)
+    dc_c = tl.zeros([meta.BR], tl.float32)
     for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
         j = tile + tl.arange(0, meta.BH)
         first, second = places(i_k, j, i_v, meta)
@@ -83,16 +104,21 @@ def read_backward_kernel(
         store_tile(y_c, y_t, rows, C, j, HIDDEN)
         do_t = load_tile(do_c, rows, C, i_v, V)
         dy, dbeta_t, dc_t = _back_through(y_t, do_t, state, initial, second, coefficients, meta)
-        dbeta_c, dc_c = dbeta_c + dbeta_t, dc_c + dc_t
+        dbeta_c = dbeta_c + dbeta_t
+        dc_c = dc_c + dc_t
         du_t = slope * (dy - dot(G_2, x, meta.DTYPE, meta.BC // 16))
         G_1 += dot(du_t, tl.trans(d), meta.DTYPE)
         store_tile(du_c, du_t, rows, C, j, HIDDEN)
         q_t = load_tile(q_c, rows, C, i_k, K)
         dq_t, dbeta_t, dc_t = _back_through(q_t, du_t, state, initial, first, coefficients, meta)
-        dq_c, dbeta_c, dc_c = dq_c + dq_t, dbeta_c + dbeta_t, dc_c + dc_t
+        dq_c = dq_c + dq_t
+        dbeta_c = dbeta_c + dbeta_t
+        dc_c = dc_c + dc_t
     store_tile(scores + SECOND, scores_2, rows, C, cols, C)
     store_tile(G, G_1, rows, C, cols, C)
-    P_c = load_tile(given.P + at * C * C, rows, C, cols, C)  # loaded a second time, to save registers
+    P_c = load_tile(
+        given.P + at * C * C, rows, C, cols, C
+    )  # loaded a second time, to save registers
     dq_c -= dot(P_c * G_1, load_tile(k_c, cols, C, i_k, K), meta.DTYPE)
     if meta.RESIDUAL:
         dq_c += load_tile(do_c, rows, C, i_v, V)
@@ -110,7 +136,9 @@ def _put_back(x, g, before, after, tile, coefficients, meta: tl.constexpr):
     dW = load_layer(after, tile)
     store_layer(before, beta_n * dW + dot(tl.trans(x), beta * g, meta.DTYPE), tile)
     if meta.MOMENTUM:
-        dS = c_n * dW + H * load_layer(after + meta.SIZE, tile) + dot(tl.trans(x), c * g, meta.DTYPE)
+        dS = (
+            c_n * dW + H * load_layer(after + meta.SIZE, tile) + dot(tl.trans(x), c * g, meta.DTYPE)
+        )
         store_layer(before + meta.SIZE, dS, tile)
 
 
@@ -121,7 +149,8 @@ def _back_through_write(written, grads, after, tiles, w, DTYPE: tl.constexpr):
     dd, dx, de = grads
     first, second = tiles
     G = load_layer(after, second)
-    back, out = dot(e, tl.trans(G), DTYPE), dot(k, load_layer(after, first), DTYPE)
+    back = dot(e, tl.trans(G), DTYPE)
+    out = dot(k, load_layer(after, first), DTYPE)
     dw = -tl.sum(x * back + out * d, axis=1)
     return dd - w * out, dx - w * back, de - dot(w * x, G, DTYPE), dw
 
@@ -129,7 +158,8 @@ def _back_through_write(written, grads, after, tiles, w, DTYPE: tl.constexpr):
 @triton.jit
 def _add_anchor(before, after, dA, tile, is_closed, meta: tl.constexpr):
     """Add the anchor's gradient to that of the weights if they became the anchor, else to that of the old anchor."""
-    G, OFFSET = load_layer(before, tile), (meta.PARTS - 1) * meta.SIZE
+    G = load_layer(before, tile)
+    OFFSET = (meta.PARTS - 1) * meta.SIZE
     if meta.ANCHOR:
         dA += load_layer(after + OFFSET, tile)
         store_layer(before + OFFSET, tl.where(is_closed, 0.0, dA), tile)
@@ -163,47 +193,71 @@ def write_backward_kernel(
     K: tl.constexpr = meta.K
     V: tl.constexpr = meta.V
     HIDDEN: tl.constexpr = meta.HIDDEN
-    given, learned, N, C = chunks.rows, chunks.learned, sizes.N, sizes.C
+    given = chunks.rows
+    learned = chunks.learned
+    N = sizes.N
+    C = sizes.C
     n = tl.cast(tl.program_id(0), tl.int64)
     DTYPE: tl.constexpr = meta.DTYPE
     STATE = meta.PARTS * meta.SIZE
-    i_k, i_v, rows = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC)
+    i_k = tl.arange(0, meta.BK)
+    i_v = tl.arange(0, meta.BV)
+    rows = tl.arange(0, meta.BC)
     for reverse in tl.range(sizes.NC, disable_licm=True):
         at = (sizes.NC - 1 - tl.cast(reverse, tl.int64)) * N + n
-        before, after = d_states + at * STATE, d_states + (at + N) * STATE
+        before = d_states + at * STATE
+        after = d_states + (at + N) * STATE
         anchor, is_closed = anchor_of(chunks.states + at * STATE, chunks.closed, at, meta)
-        q_c, k_c, do_c = given.q + at * C * K, given.k + at * C * K, do + at * C * V
-        z_c, f_c, e_c = learned.z + at * C * HIDDEN, learned.f + at * C * HIDDEN, learned.e + at * C * V
-        y_c, du_c = reads.y + at * C * HIDDEN, reads.du + at * C * HIDDEN
-        dd_c, dx_c, de_c = grads.d + at * C * HIDDEN, grads.x + at * C * HIDDEN, grads.e + at * C * V
+        q_c = given.q + at * C * K
+        k_c = given.k + at * C * K
+        do_c = do + at * C * V
+        z_c = learned.z + at * C * HIDDEN
+        f_c = learned.f + at * C * HIDDEN
+        e_c = learned.e + at * C * V
+        y_c = reads.y + at * C * HIDDEN
+        du_c = reads.du + at * C * HIDDEN
+        dd_c = grads.d + at * C * HIDDEN
+        dx_c = grads.x + at * C * HIDDEN
+        de_c = grads.e + at * C * V
         w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
         beta_c, c_c = of_read(given, at, rows, C)
         coefficients = (beta_c, c_c, beta_n, c_n, H_n)
         de_s = load_tile(de_c, rows, C, i_v, V)
-        dw_s, dm_s = tl.zeros([meta.BC], tl.float32), tl.zeros([meta.BC], tl.float32)
+        dw_s = tl.zeros([meta.BC], tl.float32)
+        dm_s = tl.zeros([meta.BC], tl.float32)
         for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
             j = tile + tl.arange(0, meta.BH)
             first, second = places(i_k, j, i_v, meta)
-            x, g = load_tile(q_c, rows, C, i_k, K), load_tile(du_c, rows, C, j, HIDDEN)
+            x = load_tile(q_c, rows, C, i_k, K)
+            g = load_tile(du_c, rows, C, j, HIDDEN)
             _put_back(x, g, before, after, first, coefficients, meta)
-            x, g = load_tile(y_c, rows, C, j, HIDDEN), load_tile(do_c, rows, C, i_v, V)
+            x = load_tile(y_c, rows, C, j, HIDDEN)
+            g = load_tile(do_c, rows, C, i_v, V)
             _put_back(x, g, before, after, second, coefficients, meta)
         for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
             j = tile + tl.arange(0, meta.BH)
             first, second = places(i_k, j, i_v, meta)
             x, slope, _ = activate(load_tile(z_c, rows, C, j, HIDDEN), meta.ACTIVATION)
             d = slope * load_tile(f_c, rows, C, j, HIDDEN)
-            dd_t, dx_t = load_tile(dd_c, rows, C, j, HIDDEN), load_tile(dx_c, rows, C, j, HIDDEN)
-            k_t, e_t = load_tile(k_c, rows, C, i_k, K), load_tile(e_c, rows, C, i_v, V)
+            dd_t = load_tile(dd_c, rows, C, j, HIDDEN)
+            dx_t = load_tile(dx_c, rows, C, j, HIDDEN)
+            k_t = load_tile(k_c, rows, C, i_k, K)
+            e_t = load_tile(e_c, rows, C, i_v, V)
             dd_t, dx_t, de_s, dw_t = _back_through_write(
                 (k_t, d, x, e_t), (dd_t, dx_t, de_s), after, (first, second), w_c, DTYPE
             )
             dw_s += dw_t
             if meta.MOMENTUM:
                 tl.debug_barrier()  # frees the registers of earlier loads
-                k_t, e_t = load_tile(k_c, rows, C, i_k, K), load_tile(e_c, rows, C, i_v, V)
+                k_t = load_tile(k_c, rows, C, i_k, K)
+                e_t = load_tile(e_c, rows, C, i_v, V)
                 dd_t, dx_t, de_s, dm_t = _back_through_write(
-                    (k_t, d, x, e_t), (dd_t, dx_t, de_s), after + meta.SIZE, (first, second), m_c, DTYPE
+                    (k_t, d, x, e_t),
+                    (dd_t, dx_t, de_s),
+                    after + meta.SIZE,
+                    (first, second),
+                    m_c,
+                    DTYPE,
                 )
                 dm_s += dm_t
             de_s += dot(slope * dd_t, load_layer(anchor, second), DTYPE)
@@ -220,9 +274,14 @@ def write_backward_kernel(
             j = tile + tl.arange(0, meta.BH)
             first, second = places(i_k, j, i_v, meta)
             x, slope, bend = activate(load_tile(z_c, rows, C, j, HIDDEN), meta.ACTIVATION)
-            de_t, dd_t = load_tile(de_c, rows, C, i_v, V), load_tile(dd_c, rows, C, j, HIDDEN)
-            dx_t = load_tile(dx_c, rows, C, j, HIDDEN) + dot(de_t, tl.trans(load_layer(anchor, second)), DTYPE)
-            dA_2 = dot(tl.trans(x), de_t, DTYPE) + dot(tl.trans(slope * dd_t), load_tile(e_c, rows, C, i_v, V), DTYPE)
+            de_t = load_tile(de_c, rows, C, i_v, V)
+            dd_t = load_tile(dd_c, rows, C, j, HIDDEN)
+            dx_t = load_tile(dx_c, rows, C, j, HIDDEN) + dot(
+                de_t, tl.trans(load_layer(anchor, second)), DTYPE
+            )
+            dA_2 = dot(tl.trans(x), de_t, DTYPE) + dot(
+                tl.trans(slope * dd_t), load_tile(e_c, rows, C, i_v, V), DTYPE
+            )
             _add_anchor(before, after, dA_2, second, is_closed, meta)
             dz_t = slope * dx_t + bend * load_tile(f_c, rows, C, j, HIDDEN) * dd_t
             store_tile(grads.z + at * C * HIDDEN, dz_t, rows, C, j, HIDDEN)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.contract import first_derivatives_only
+from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.neural_memory.exact import Products
 from hf_memory.ops.neural_memory.kernels.parts import Sizes, load_part, load_tile, store_tile
 from hf_memory.ops.triton.launch import contiguous, launcher, precision, width
@@ -51,10 +51,14 @@ def _forward_kernel(
     PARTS: tl.constexpr = meta.PARTS
     PRECISION: tl.constexpr = meta.PRECISION
     reads, asks, values, keys, leaves, through, back = products
-    N, C = sizes.N, sizes.C
-    n, rows, i_k = tl.program_id(1), tl.arange(0, meta.BC), tl.arange(0, meta.BK)
+    N = sizes.N
+    C = sizes.C
+    n = tl.program_id(1)
+    rows = tl.arange(0, meta.BC)
+    i_k = tl.arange(0, meta.BK)
     i_v = tl.program_id(0) * meta.BV + tl.arange(0, meta.BV)
-    WIDTH, STATE = PARTS * K, PARTS * K * V
+    WIDTH = PARTS * K
+    STATE = PARTS * K * V
     W = load_tile(states + tl.cast(n, tl.int64) * STATE, i_k, K, i_v, V)
     if PARTS == 2:
         S = load_tile(states + tl.cast(n, tl.int64) * STATE + K * V, i_k, K, i_v, V)
@@ -65,9 +69,15 @@ def _forward_kernel(
         u_c -= tl.dot(load_part(keys + row, rows, C, i_k, K, WIDTH), W, input_precision=PRECISION)
         o_c = tl.dot(load_part(asks + row, rows, C, i_k, K, WIDTH), W, input_precision=PRECISION)
         if PARTS == 2:
-            u_c -= tl.dot(load_part(keys + row + K, rows, C, i_k, K, WIDTH), S, input_precision=PRECISION)
-            o_c += tl.dot(load_part(asks + row + K, rows, C, i_k, K, WIDTH), S, input_precision=PRECISION)
-        o_c += tl.dot(load_tile(reads + at * C * C, rows, C, rows, C), u_c, input_precision=PRECISION)
+            u_c -= tl.dot(
+                load_part(keys + row + K, rows, C, i_k, K, WIDTH), S, input_precision=PRECISION
+            )
+            o_c += tl.dot(
+                load_part(asks + row + K, rows, C, i_k, K, WIDTH), S, input_precision=PRECISION
+            )
+        o_c += tl.dot(
+            load_tile(reads + at * C * C, rows, C, rows, C), u_c, input_precision=PRECISION
+        )
         store_tile(u + at * C * V, u_c, rows, C, i_v, V)
         store_tile(o + at * C * V, o_c, rows, C, i_v, V)
         if through is not None:
@@ -77,10 +87,18 @@ def _forward_kernel(
                 S *= tl.load(through + at * 4 + 3)
         if back is not None:
             W += load_tile(back + at * K * V, i_k, K, i_v, V)
-        W += tl.dot(tl.trans(load_part(leaves + row, rows, C, i_k, K, WIDTH)), u_c, input_precision=PRECISION)
+        W += tl.dot(
+            tl.trans(load_part(leaves + row, rows, C, i_k, K, WIDTH)),
+            u_c,
+            input_precision=PRECISION,
+        )
         store_tile(states + (at + N) * STATE, W, i_k, K, i_v, V)
         if PARTS == 2:
-            S += tl.dot(tl.trans(load_part(leaves + row + K, rows, C, i_k, K, WIDTH)), u_c, input_precision=PRECISION)
+            S += tl.dot(
+                tl.trans(load_part(leaves + row + K, rows, C, i_k, K, WIDTH)),
+                u_c,
+                input_precision=PRECISION,
+            )
             store_tile(states + (at + N) * STATE + K * V, S, i_k, K, i_v, V)
 
 
@@ -99,10 +117,14 @@ def _backward_kernel(
     PARTS: tl.constexpr = meta.PARTS
     PRECISION: tl.constexpr = meta.PRECISION
     reads, asks, _, keys, leaves, through, _ = products
-    N, C = sizes.N, sizes.C
-    n, rows, i_k = tl.program_id(1), tl.arange(0, meta.BC), tl.arange(0, meta.BK)
+    N = sizes.N
+    C = sizes.C
+    n = tl.program_id(1)
+    rows = tl.arange(0, meta.BC)
+    i_k = tl.arange(0, meta.BK)
     i_v = tl.program_id(0) * meta.BV + tl.arange(0, meta.BV)
-    WIDTH, STATE = PARTS * K, PARTS * K * V
+    WIDTH = PARTS * K
+    STATE = PARTS * K * V
     end = d_states + (tl.cast(sizes.NC, tl.int64) * N + n) * STATE
     dW = load_tile(end, i_k, K, i_v, V)
     if PARTS == 2:
@@ -111,21 +133,41 @@ def _backward_kernel(
         at = (sizes.NC - 1 - tl.cast(reverse, tl.int64)) * N + n
         row = at * C * WIDTH
         do_c = load_tile(do + at * C * V, rows, C, i_v, V)
-        du_c = tl.dot(tl.trans(load_tile(reads + at * C * C, rows, C, rows, C)), do_c, input_precision=PRECISION)
-        du_c += tl.dot(load_part(leaves + row, rows, C, i_k, K, WIDTH), dW, input_precision=PRECISION)
+        du_c = tl.dot(
+            tl.trans(load_tile(reads + at * C * C, rows, C, rows, C)),
+            do_c,
+            input_precision=PRECISION,
+        )
+        du_c += tl.dot(
+            load_part(leaves + row, rows, C, i_k, K, WIDTH), dW, input_precision=PRECISION
+        )
         if PARTS == 2:
-            du_c += tl.dot(load_part(leaves + row + K, rows, C, i_k, K, WIDTH), dS, input_precision=PRECISION)
+            du_c += tl.dot(
+                load_part(leaves + row + K, rows, C, i_k, K, WIDTH), dS, input_precision=PRECISION
+            )
         store_tile(du + at * C * V, du_c, rows, C, i_v, V)
         if through is not None:
             if PARTS == 2:
                 dS = tl.load(through + at * 4 + 1) * dW + tl.load(through + at * 4 + 3) * dS
             dW *= tl.load(through + at * PARTS * PARTS)
-        dW += tl.dot(tl.trans(load_part(asks + row, rows, C, i_k, K, WIDTH)), do_c, input_precision=PRECISION)
-        dW -= tl.dot(tl.trans(load_part(keys + row, rows, C, i_k, K, WIDTH)), du_c, input_precision=PRECISION)
+        dW += tl.dot(
+            tl.trans(load_part(asks + row, rows, C, i_k, K, WIDTH)), do_c, input_precision=PRECISION
+        )
+        dW -= tl.dot(
+            tl.trans(load_part(keys + row, rows, C, i_k, K, WIDTH)), du_c, input_precision=PRECISION
+        )
         store_tile(d_states + at * STATE, dW, i_k, K, i_v, V)
         if PARTS == 2:
-            dS += tl.dot(tl.trans(load_part(asks + row + K, rows, C, i_k, K, WIDTH)), do_c, input_precision=PRECISION)
-            dS -= tl.dot(tl.trans(load_part(keys + row + K, rows, C, i_k, K, WIDTH)), du_c, input_precision=PRECISION)
+            dS += tl.dot(
+                tl.trans(load_part(asks + row + K, rows, C, i_k, K, WIDTH)),
+                do_c,
+                input_precision=PRECISION,
+            )
+            dS -= tl.dot(
+                tl.trans(load_part(keys + row + K, rows, C, i_k, K, WIDTH)),
+                du_c,
+                input_precision=PRECISION,
+            )
             store_tile(d_states + at * STATE + K * V, dS, i_k, K, i_v, V)
 
 
@@ -149,7 +191,9 @@ class _Pass(torch.autograd.Function):
         given = Products(*contiguous(*products))
         (NC, N, C, V), through = given.values.shape, given.through
         parts = 1 if through is None else through.shape[-1]
-        states, u, o = M.new_empty(NC + 1, *M.shape), torch.empty_like(given.values), torch.empty_like(given.values)
+        states = M.new_empty(NC + 1, *M.shape)
+        u = torch.empty_like(given.values)
+        o = torch.empty_like(given.values)
         states[0] = M
         ctx.meta = _meta(C, M.shape[1] // parts, V, parts, dtype)
         _launch(_forward_kernel, ctx.meta, given, states, u, o, Sizes(NC, N, C))
@@ -161,14 +205,20 @@ class _Pass(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx, do, dM):
         (states, u, *products), sizes = ctx.saved_tensors, Sizes(*do.shape[:3])
-        do, through = do.contiguous(), products[5]
-        d_states, du = torch.empty_like(states), torch.empty_like(u)
+        do = do.contiguous()
+        through = products[5]
+        d_states = torch.empty_like(states)
+        du = torch.empty_like(u)
         d_states[-1] = dM
         _launch(_backward_kernel, ctx.meta, Products(*products), do, d_states, du, sizes)
-        before, after = states[:-1], d_states[1:]
-        d_through, parts = None, ctx.meta.PARTS
+        before = states[:-1]
+        after = d_states[1:]
+        d_through = None
+        parts = ctx.meta.PARTS
         if through is not None:
-            d_through = after.reshape(*sizes[:2], parts, -1) @ before.reshape(*sizes[:2], parts, -1).mT
+            d_through = (
+                after.reshape(*sizes[:2], parts, -1) @ before.reshape(*sizes[:2], parts, -1).mT
+            )
         d_back = after[:, :, : ctx.meta.K] if ctx.returns else None
         d_rows = (do @ u.mT, do @ before.mT, du, -du @ before.mT, u @ after.mT)
         return None, d_states[0].clone(), *d_rows, d_through, d_back

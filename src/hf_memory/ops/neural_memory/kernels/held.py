@@ -54,7 +54,8 @@ def _store_layers(x, first, second, i_k, j, i_v, meta: tl.constexpr):
 def _load_state(x, i_k, j, i_v, meta: tl.constexpr):
     """Both layers of the weights, and of the momentum."""
     W_1, W_2 = _load_layers(x, i_k, j, i_v, meta)
-    S_1, S_2 = 0.0, 0.0
+    S_1 = 0.0
+    S_2 = 0.0
     if meta.MOMENTUM:
         S_1, S_2 = _load_layers(x + meta.SIZE, i_k, j, i_v, meta)
     return W_1, W_2, S_1, S_2
@@ -96,21 +97,31 @@ def held_kernel(
     V: tl.constexpr = meta.V
     HIDDEN: tl.constexpr = meta.HIDDEN
     DTYPE: tl.constexpr = meta.DTYPE
-    given, learned, N, C = chunks.rows, chunks.learned, sizes.N, sizes.C
+    given = chunks.rows
+    learned = chunks.learned
+    N = sizes.N
+    C = sizes.C
     n = tl.cast(tl.program_id(0), tl.int64)
     STATE = meta.PARTS * meta.SIZE
-    i_k, i_v, rows, j = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC), tl.arange(0, meta.BH)
+    i_k = tl.arange(0, meta.BK)
+    i_v = tl.arange(0, meta.BV)
+    rows = tl.arange(0, meta.BC)
+    j = tl.arange(0, meta.BH)
     W_1, W_2, S_1, S_2 = _load_state(start + n * STATE, i_k, j, i_v, meta)
     for i in tl.range(sizes.NC, disable_licm=True):
         at = tl.cast(i, tl.int64) * N + n
-        I_1, I_2 = 0.0, 0.0
+        I_1 = 0.0
+        I_2 = 0.0
         if meta.RETURNS:
             I_1, I_2 = _load_layers(chunks.initial + n * meta.SIZE, i_k, j, i_v, meta)
         if chunks.states is not None:
-            _store_state(chunks.states + at * STATE, (W_1 - I_1, W_2 - I_2, S_1, S_2), i_k, j, i_v, meta)
+            _store_state(
+                chunks.states + at * STATE, (W_1 - I_1, W_2 - I_2, S_1, S_2), i_k, j, i_v, meta
+            )
         k_c = load_tile(given.k + at * C * K, rows, C, i_k, K)
         w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
-        w_r, m_r = tl.trans(w_c), 0.0
+        w_r = tl.trans(w_c)
+        m_r = 0.0
         if meta.MOMENTUM:
             m_r = tl.trans(m_c)
         z = dot(W_1, tl.trans(k_c), DTYPE)
@@ -156,18 +167,25 @@ def _take(taken, G_1, G_2, written, w, DTYPE: tl.constexpr):
     """Add what a write takes from gradients of D, X, K and E, by those that it leaves; minus the gradient of w."""
     of_d, of_x, of_k, of_e = taken
     d, x, k, e = written
-    by_k, by_e = dot(tl.trans(d), G_1, DTYPE), dot(tl.trans(x), G_2, DTYPE)
-    of_d, of_x = add_dot(of_d, G_1, tl.trans(w * k), DTYPE), add_dot(of_x, G_2, tl.trans(w * e), DTYPE)
-    return (of_d, of_x, of_k + w * by_k, of_e + w * by_e), tl.sum(k * by_k, axis=1) + tl.sum(e * by_e, axis=1)
+    by_k = dot(tl.trans(d), G_1, DTYPE)
+    by_e = dot(tl.trans(x), G_2, DTYPE)
+    of_d = add_dot(of_d, G_1, tl.trans(w * k), DTYPE)
+    of_x = add_dot(of_x, G_2, tl.trans(w * e), DTYPE)
+    return (of_d, of_x, of_k + w * by_k, of_e + w * by_e), tl.sum(k * by_k, axis=1) + tl.sum(
+        e * by_e, axis=1
+    )
 
 
 @triton.jit
 def _sums(dW, dS, D, state, tile, meta: tl.constexpr):
     """What a layer gives to the gradients of a chunk's last beta and c, and of H."""
-    dbeta, dc, dH = tl.sum(dW * D), 0.0, 0.0
+    dbeta = tl.sum(dW * D)
+    dc = 0.0
+    dH = 0.0
     if meta.MOMENTUM:
         S = load_layer(state + meta.SIZE, tile)
-        dc, dH = tl.sum(dW * S), tl.sum(dS * S)
+        dc = tl.sum(dW * S)
+        dH = tl.sum(dS * S)
     return dbeta, dc, dH
 
 
@@ -207,25 +225,42 @@ def held_backward_kernel(
     V: tl.constexpr = meta.V
     HIDDEN: tl.constexpr = meta.HIDDEN
     DTYPE: tl.constexpr = meta.DTYPE
-    given, learned, initial, N, C = chunks.rows, chunks.learned, chunks.initial, sizes.N, sizes.C
-    scores, G, d_initial = reads.scores, reads.G, d_states.initial
+    given = chunks.rows
+    learned = chunks.learned
+    initial = chunks.initial
+    N = sizes.N
+    C = sizes.C
+    scores = reads.scores
+    G = reads.G
+    d_initial = d_states.initial
     n = tl.cast(tl.program_id(0), tl.int64)
-    STATE, SECOND = meta.PARTS * meta.SIZE, tl.cast(sizes.NC, tl.int64) * N * C * C
-    i_k, i_v, rows, j = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC), tl.arange(0, meta.BH)
+    STATE = meta.PARTS * meta.SIZE
+    SECOND = tl.cast(sizes.NC, tl.int64) * N * C * C
+    i_k = tl.arange(0, meta.BK)
+    i_v = tl.arange(0, meta.BV)
+    rows = tl.arange(0, meta.BC)
+    j = tl.arange(0, meta.BH)
     in_1 = (i_k[None, :] < K) & (j[:, None] < HIDDEN)
     in_2 = (j[:, None] < HIDDEN) & (i_v[None, :] < V)
-    first, second = (i_k[None, :] * HIDDEN + j[:, None], in_1), (K * HIDDEN + j[:, None] * V + i_v[None, :], in_2)
+    first = (i_k[None, :] * HIDDEN + j[:, None], in_1)
+    second = (K * HIDDEN + j[:, None] * V + i_v[None, :], in_2)
     if meta.RETURNS:
-        initial, d_initial = initial + n * meta.SIZE, d_initial + n * meta.SIZE
+        initial = initial + n * meta.SIZE
+        d_initial = d_initial + n * meta.SIZE
     dW_1, dW_2, dS_1, dS_2 = _load_state(d_states.end + n * STATE, i_k, j, i_v, meta)
     for reverse in tl.range(sizes.NC, disable_licm=True):
         at = (sizes.NC - 1 - tl.cast(reverse, tl.int64)) * N + n
-        state, row_h = chunks.states + at * STATE, at * C * HIDDEN
+        state = chunks.states + at * STATE
+        row_h = at * C * HIDDEN
         w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
-        k_c, e_c = load_tile(given.k + at * C * K, rows, C, i_k, K), load_tile(learned.e + at * C * V, rows, C, i_v, V)
-        x, slope, bend = activate(_load_turned(learned.z + row_h, rows, C, j, HIDDEN), meta.ACTIVATION)
+        k_c = load_tile(given.k + at * C * K, rows, C, i_k, K)
+        e_c = load_tile(learned.e + at * C * V, rows, C, i_v, V)
+        x, slope, bend = activate(
+            _load_turned(learned.z + row_h, rows, C, j, HIDDEN), meta.ACTIVATION
+        )
         f = _load_turned(learned.f + row_h, rows, C, j, HIDDEN)
-        d, bend = slope * f, bend * f
+        d = slope * f
+        bend = bend * f
         # what the weights and the momentum that are left take away, as do reads of earlier tokens
         nothing = tl.zeros_like(d), tl.zeros_like(x), tl.zeros_like(k_c), tl.zeros_like(e_c)
         written = (d, x, k_c, e_c)
@@ -236,13 +271,17 @@ def held_backward_kernel(
         taken_d, taken_x, taken_k, taken_e = taken
         at_P = at * C * C
         P_c = load_tile(given.P + at_P, rows, C, rows, C)
-        q_c, do_c = load_tile(given.q + at * C * K, rows, C, i_k, K), load_tile(do + at * C * V, rows, C, i_v, V)
+        q_c = load_tile(given.q + at * C * K, rows, C, i_k, K)
+        do_c = load_tile(do + at * C * V, rows, C, i_v, V)
         y_r = _load_turned(reads.y + row_h, rows, C, j, HIDDEN)
         du_r = _load_turned(reads.du + row_h, rows, C, j, HIDDEN)
         scores_1 = load_tile(scores + at_P, rows, C, rows, C)
         scores_2 = load_tile(scores + SECOND + at_P, rows, C, rows, C)
-        G_1, G_2 = load_tile(G + at_P, rows, C, rows, C), load_tile(G + SECOND + at_P, rows, C, rows, C)
-        taken_P = scores_1 * G_1 + scores_2 * G_2 + tl.where(rows[:, None] == C - 1, dw[None, :], 0.0)
+        G_1 = load_tile(G + at_P, rows, C, rows, C)
+        G_2 = load_tile(G + SECOND + at_P, rows, C, rows, C)
+        taken_P = (
+            scores_1 * G_1 + scores_2 * G_2 + tl.where(rows[:, None] == C - 1, dw[None, :], 0.0)
+        )
         store_tile(grads.P + at_P, -taken_P, rows, C, rows, C)
         dd = -add_dot(taken_d, du_r, P_c * scores_1, DTYPE)
         taken_x = add_dot(taken_x, y_r, P_c * G_2, DTYPE)

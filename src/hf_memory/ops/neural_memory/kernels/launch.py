@@ -23,15 +23,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.contract import first_derivatives_only
+from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.neural_memory import chunk, exact
 from hf_memory.ops.neural_memory.dual import pick
 from hf_memory.ops.neural_memory.kernels import exact as exact_kernels
-from hf_memory.ops.neural_memory.kernels.backward import Inner, read_backward_kernel, write_backward_kernel
+from hf_memory.ops.neural_memory.kernels.backward import (
+    Inner,
+    read_backward_kernel,
+    write_backward_kernel,
+)
 from hf_memory.ops.neural_memory.kernels.forward import read_kernel, write_kernel
-from hf_memory.ops.neural_memory.kernels.held import StateGradients, held_backward_kernel, held_kernel
+from hf_memory.ops.neural_memory.kernels.held import (
+    StateGradients,
+    held_backward_kernel,
+    held_kernel,
+)
 from hf_memory.ops.neural_memory.kernels.parts import Chunks, Learned, Meta, Reads, Rows, Sizes
-from hf_memory.ops.neural_memory.network import ACTIVATIONS, Inputs, NeuralMemoryState, Rule, pack, unpack
+from hf_memory.ops.neural_memory.network import (
+    ACTIVATIONS,
+    Inputs,
+    NeuralMemoryState,
+    Rule,
+    pack,
+    unpack,
+)
 from hf_memory.ops.neural_memory.one_chunk import Memory
 from hf_memory.ops.triton.launch import architecture, contiguous, launcher
 
@@ -45,7 +60,9 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 _TORCH_TYPES = {name: dtype for dtype, name in _TYPES.items()}
 
 
-def _meta(q: Tensor, V: int, hidden: int, rule: Rule, dtype: torch.dtype, decay, momentum, anchor) -> Meta:
+def _meta(
+    q: Tensor, V: int, hidden: int, rule: Rule, dtype: torch.dtype, decay, momentum, anchor
+) -> Meta:
     """What kernels are compiled for, for queries [NC, N, C, K]."""
     C, K = q.shape[2:]
     BC, BK, BV, width = (max(16, triton.next_power_of_2(D)) for D in (C, K, V, hidden))
@@ -91,10 +108,15 @@ class _Tiled(NamedTuple):
         d_states[-1] = d_after
         reads, grads = _read_backward(self.chunks, meta, do)
         y, du, scores, G = reads
-        used, back = rows.P * scores, rows.P * G
-        dd, dx, de = -used[0].mT @ du, -back[1].mT @ y, -used[1].mT @ do
+        used = rows.P * scores
+        back = rows.P * G
+        dd = -used[0].mT @ du
+        dx = -back[1].mT @ y
+        de = -used[1].mT @ do
         inner = Inner(dd, dx, de, torch.empty_like(dd), do.new_empty(sizes), grads.m)
-        launcher(write_backward_kernel, (sizes.N,))(self.chunks, reads, do, d_states, inner, sizes, meta=meta, **LAUNCH)
+        launcher(write_backward_kernel, (sizes.N,))(
+            self.chunks, reads, do, d_states, inner, sizes, meta=meta, **LAUNCH
+        )
         dP = -(scores * G).sum(0)
         dP[:, :, -1] += inner.w
         dk = self._of_keys(inner, d_states[1:]) - back[0].mT @ rows.q
@@ -131,12 +153,15 @@ class _Tiled(NamedTuple):
 
     def _add_last(self, grads: Rows, after: Tensor) -> None:
         """Add what the states after chunks give to gradients of beta and c, and compute that of H."""
-        states, initial = self.chunks.states, self.chunks.initial
-        W, dW = states[:-1, :, 0], after[:, :, 0]
+        states = self.chunks.states
+        initial = self.chunks.initial
+        W = states[:-1, :, 0]
+        dW = after[:, :, 0]
         if self.meta.DECAY:
             grads.beta[:, :, -1, 0] += (dW * (W - initial if self.meta.RETURNS else W)).sum(-1)
         if self.meta.MOMENTUM:
-            S, dS = states[:-1, :, 1], after[:, :, 1]
+            S = states[:-1, :, 1]
+            dS = after[:, :, 1]
             grads.c[:, :, -1, 0] += (dW * S).sum(-1)
             grads.H[..., 0, 0] = (dS * S).sum(-1)
 
@@ -151,7 +176,9 @@ class _Held(NamedTuple):
     def after(cls, start: Tensor, chunks: Chunks, meta: Meta) -> "_Held":
         """Write the chunks after the state `start`."""
         sizes = Sizes(*chunks.rows.q.shape[:3])
-        states = torch.empty(sizes.NC, *start.shape, dtype=_TORCH_TYPES[meta.DTYPE], device=start.device)
+        states = torch.empty(
+            sizes.NC, *start.shape, dtype=_TORCH_TYPES[meta.DTYPE], device=start.device
+        )
         chunks = chunks._replace(states=states, learned=_learned(chunks.rows, meta))
         launcher(held_kernel, (sizes.N,))(chunks, start, None, None, sizes, meta=meta, **LAUNCH)
         return cls(chunks, meta)
@@ -206,21 +233,25 @@ class _Walk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, meta: Meta, closed, start, initial, *rows):
         given = Rows(*contiguous(*rows))
-        o, size = torch.empty_like(given.v), max(1, isqrt(len(given.q)))
+        o = torch.empty_like(given.v)
+        size = max(1, isqrt(len(given.q)))
         kept = start.new_empty(1 + triton.cdiv(len(o), size), *start.shape)
         kept[0] = start
         for n, (before, after) in enumerate(pairwise(kept)):
             part = slice(n * size, (n + 1) * size)
             _form(meta).forward(o[part], after, before, _part(part, given, initial, closed), meta)
         ctx.save_for_backward(closed, initial, kept[:-1], *given)
-        ctx.meta, ctx.size = meta, size
+        ctx.meta = meta
+        ctx.size = size
         return o, kept[-1].clone()
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx, do, d_start):
         closed, initial, kept, *rows = ctx.saved_tensors
-        rows, do, d_initial = Rows(*rows), do.contiguous(), None
+        rows = Rows(*rows)
+        do = do.contiguous()
+        d_initial = None
         d_rows = Rows(*map(_empty, rows))
         for n in reversed(range(len(kept))):
             part = slice(n * ctx.size, (n + 1) * ctx.size)
@@ -247,7 +278,10 @@ def _part(part: slice, rows: Rows, initial: Tensor | None, closed: Tensor | None
 def neural_memory(*rows: Tensor | None, **memory) -> tuple[Tensor, NeuralMemoryState]:
     """Same function as the reference, for a matrix with chunk_size=1 and for the memories that `run` supports."""
     dtype = rows[0].dtype  # type: ignore[union-attr]
-    forms = partial(exact.run, walk=partial(exact_kernels.walk, dtype=dtype)), partial(run, dtype=dtype)
+    forms = (
+        partial(exact.run, walk=partial(exact_kernels.walk, dtype=dtype)),
+        partial(run, dtype=dtype),
+    )
     return chunk.neural_memory(*rows, forms=forms, **memory)
 
 
@@ -256,21 +290,35 @@ def run(inputs: Inputs, coefficients, memory: Memory, *, dtype: torch.dtype):
     W, S, A, initial, _, closed, rule = memory
     q, k, v = inputs[:3]
     closed = closed if A else [True] * len(closed)
-    anchor, NC, hidden = any(x is not True for x in closed[:-1]), len(q), W[0].shape[2]
-    states = [torch.stack([pack(layers) for layers in (W, S, A if anchor else ()) if layers], dim=1)]
-    decay, momentum = coefficients.beta is not None, bool(S)
+    anchor = any(x is not True for x in closed[:-1])
+    NC = len(q)
+    hidden = W[0].shape[2]
+    states = [
+        torch.stack([pack(layers) for layers in (W, S, A if anchor else ()) if layers], dim=1)
+    ]
+    decay = coefficients.beta is not None
+    momentum = bool(S)
     meta = _meta(q, v.shape[-1], hidden, rule, dtype, decay, momentum, anchor)
     table = torch.stack([_row(x, q) for x in closed[:-1]]) if anchor else None
-    outputs, last = [], NC if anchor or closed[-1] is True else NC - 1  # the next anchor is then known before the last
+    outputs = []
+    last = (
+        NC if anchor or closed[-1] is True else NC - 1
+    )  # the next anchor is then known before the last
     for first, end in pairwise(dict.fromkeys((0, last, NC))):
         rows = (None if x is None else x[first:end] for x in (q, k, v, *coefficients))
-        o, state = _Walk.apply(meta, table, states[-1], pack(initial) if meta.RETURNS else None, *rows)
+        o, state = _Walk.apply(
+            meta, table, states[-1], pack(initial) if meta.RETURNS else None, *rows
+        )
         outputs.append(o)
         states.append(state)
     after = [unpack(x, W) for x in states[-1].unbind(1)]
     old = after[-1] if anchor else unpack(states[-2][:, 0], W)
     A = tuple(w.clone() for w in pick(closed[-1], after[0], old)) if A else ()
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), (after[0], after[1] if S else (), A)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), (
+        after[0],
+        after[1] if S else (),
+        A,
+    )
 
 
 def _row(closed: bool | Tensor, like: Tensor) -> Tensor:

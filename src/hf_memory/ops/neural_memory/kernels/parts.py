@@ -123,26 +123,37 @@ def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         s = tl.sigmoid(x)
         rest = s * (1 - s)
-        y, first, second = x * s, s + x * rest, rest * (2 + x * (1 - 2 * s))
+        y = x * s
+        first = s + x * rest
+        second = rest * (2 + x * (1 - 2 * s))
     elif ACTIVATION == "gelu":
         Phi = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
         density = tl.exp(-0.5 * x * x) * 0.3989422804014327
-        y, first, second = x * Phi, Phi + x * density, density * (2 - x * x)
+        y = x * Phi
+        first = Phi + x * density
+        second = density * (2 - x * x)
     else:
         t = 2 * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) - 1
-        du, ddu = 0.7978845608028654 * (1 + 0.134145 * x * x), 0.2140644488 * x
+        du = 0.7978845608028654 * (1 + 0.134145 * x * x)
+        ddu = 0.2140644488 * x
         dt = (1 - t * t) * du
         ddt = (1 - t * t) * ddu - 2 * t * dt * du
-        y, first, second = 0.5 * x * (1 + t), 0.5 * (1 + t + x * dt), dt + 0.5 * x * ddt
+        y = 0.5 * x * (1 + t)
+        first = 0.5 * (1 + t + x * dt)
+        second = dt + 0.5 * x * ddt
     return y, first, second
 
 
 @triton.jit
 def places(i_k, j, i_v, meta: tl.constexpr):
     """The tiles of both layers: offsets among a head's weights, and the masks of those that exist."""
-    in_h, first = j < meta.HIDDEN, i_k[:, None] * meta.HIDDEN + j[None, :]
+    in_h = j < meta.HIDDEN
+    first = i_k[:, None] * meta.HIDDEN + j[None, :]
     second = meta.K * meta.HIDDEN + j[:, None] * meta.V + i_v[None, :]
-    return (first, (i_k[:, None] < meta.K) & in_h[None, :]), (second, in_h[:, None] & (i_v[None, :] < meta.V))
+    return (first, (i_k[:, None] < meta.K) & in_h[None, :]), (
+        second,
+        in_h[:, None] & (i_v[None, :] < meta.V),
+    )
 
 
 @triton.jit
@@ -162,7 +173,8 @@ def store_layer(x, value, tile):
 @triton.jit
 def anchor_of(state, closed, at, meta: tl.constexpr):
     """The anchor of a chunk in its state, and whether it becomes the weights before the chunk."""
-    anchor, is_closed = state, True
+    anchor = state
+    is_closed = True
     if meta.ANCHOR:
         is_closed = tl.load(closed + at) != 0
         anchor += tl.where(is_closed, 0, (meta.PARTS - 1) * meta.SIZE)
@@ -181,12 +193,16 @@ def column(x, at, rows, C, DEFAULT: tl.constexpr):
 @triton.jit
 def of_write(given, at, rows, C, meta: tl.constexpr):
     """The coefficients of a write: columns w and m, and the scalars beta_n, c_n and H."""
-    w_c, m_c = column(given.P, at * C * C + (C - 1) * C, rows, C, 0.0), 0.0
-    beta_n, c_n, H_n = 1.0, 0.0, 0.0
+    w_c = column(given.P, at * C * C + (C - 1) * C, rows, C, 0.0)
+    m_c = 0.0
+    beta_n = 1.0
+    c_n = 0.0
+    H_n = 0.0
     if meta.DECAY:
         beta_n = tl.load(given.beta + at * C + C - 1)
     if meta.MOMENTUM:
-        c_n, H_n = tl.load(given.c + at * C + C - 1), tl.load(given.H + at)
+        c_n = tl.load(given.c + at * C + C - 1)
+        H_n = tl.load(given.H + at)
         m_c = column(given.m, at * C, rows, C, 0.0)
     return w_c, m_c, beta_n, c_n, H_n
 

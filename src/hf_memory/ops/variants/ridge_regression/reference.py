@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import Sample, in_float32, repeat_heads
+from hf_memory.ops.layout import repeat_heads
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.sample import Sample
 
 EPS = 1e-6  # ridge of an empty memory
 
@@ -38,15 +40,19 @@ def ridge_regression(
     L is diagonal: L = ridge + ratio |H|, with the Frobenius norm. The number of steps is that of the chunk form.
     """
     H, S = initial_state
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    q = repeat_heads(q, v.shape[2])
+    k = repeat_heads(k, v.shape[2])
     outputs = []
     for t in range(q.shape[1]):
-        decay, write = g[:, t].exp()[..., None, None], beta[:, t, :, None] * k[:, t]
+        decay = g[:, t].exp()[..., None, None]
+        write = beta[:, t, :, None] * k[:, t]
         H = decay * H + torch.einsum("bhk,bhl->bhkl", write, k[:, t])
         S = decay * S + torch.einsum("bhk,bhv->bhkv", write, v[:, t])
         L = ridge + ratio * (H.square().sum((-2, -1)) + EPS**2).sqrt()[..., None]
         x = torch.linalg.solve(H + torch.diag_embed(L), q[:, t])
-        outputs.append(torch.einsum("bhkv,bhk->bhv", S, torch.lerp(q[:, t], x, alpha[:, t, :, None])))
+        outputs.append(
+            torch.einsum("bhkv,bhk->bhv", S, torch.lerp(q[:, t], x, alpha[:, t, :, None]))
+        )
     return scale * torch.stack(outputs, dim=1), RidgeState(H, S)
 
 
@@ -58,8 +64,13 @@ def example(*, ratio: float = 0.0, **sizes: Any) -> dict:
     s = Sample(**sizes)
     roots = s.normal(s.B, s.HV, s.K, s.K)
     rows = {"q": s.unit(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
-    beta, g = s(s.HV).sigmoid(), F.logsigmoid(s(s.HV) + 2)
-    given: dict = {"beta": beta, "g": g, "initial_state": RidgeState(roots @ roots.mT / s.K, s.state())}
+    beta = s(s.HV).sigmoid()
+    g = F.logsigmoid(s(s.HV) + 2)
+    given: dict = {
+        "beta": beta,
+        "g": g,
+        "initial_state": RidgeState(roots @ roots.mT / s.K, s.state()),
+    }
     if ratio:
         return s.arguments(rows, **given, ratio=ratio, steps=48, alpha=s(s.HV).sigmoid())
     return s.arguments(rows, **given, ridge=0.25 + s.normal(s.HV, s.K).exp())

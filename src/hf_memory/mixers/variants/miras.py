@@ -45,7 +45,13 @@ class MirasMixer(NeuralMemoryMixer):
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """The gates of each token. A threshold of sqrt(V) means an error of one in each channel."""
-        gates = {"lr": self.inner_rate(hidden_states), "momentum": None, "decay": self.log_decay(hidden_states)}
+        gates = {
+            "lr": self.inner_rate(hidden_states),
+            "momentum": None,
+            "decay": self.log_decay(hidden_states),
+        }
         if self.config.rule.learning.get("loss") == "huber":
-            gates["threshold"] = self.value_dim**0.5 * F.softplus(self.logit("threshold", hidden_states))
+            gates["threshold"] = self.value_dim**0.5 * F.softplus(
+                self.logit("threshold", hidden_states)
+            )
         return gates

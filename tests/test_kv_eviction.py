@@ -9,10 +9,10 @@ from comparing import assert_close
 from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.retention import DECAY, Retention
-from hf_memory.ops.retention import chunk
+from hf_memory.mixers.kv_eviction import DECAY, KVEviction
+from hf_memory.ops.kv_eviction import chunk
 
-MEMORY = Retention(size=5, first=2, kept=4, block=3, needs_mass=True)
+MEMORY = KVEviction(size=5, first=2, kept=4, block=3, needs_mass=True)
 
 
 def make(T: int, B: int = 2):
@@ -24,7 +24,9 @@ def make(T: int, B: int = 2):
 def definition(q, k, v, memory=MEMORY, scale=0.3, other=None):
     """The outputs and the mass of queries [T, groups, D] with one head of keys and values [T, D], [T, groups, D + 1],
     and the tokens that are held. With the mass `other` [T, groups] of a sink, this receives a share as well."""
-    held, received, outputs = [], torch.zeros(len(q), dtype=q.dtype), []
+    held = []
+    received = torch.zeros(len(q), dtype=q.dtype)
+    outputs = []
     for t in range(len(q)):
         if t % memory.block == 0:
             received = DECAY * received
@@ -45,12 +47,16 @@ def definition(q, k, v, memory=MEMORY, scale=0.3, other=None):
 def expected(q, k, v):
     rows = []
     for of_row in zip(q.unflatten(2, (2, 2)), k, v):
-        rows.append(torch.stack([definition(*(x[:, h] for x in of_row))[0] for h in range(2)], 1).flatten(1, 2))
+        rows.append(
+            torch.stack([definition(*(x[:, h] for x in of_row))[0] for h in range(2)], 1).flatten(
+                1, 2
+            )
+        )
     return torch.stack(rows)
 
 
-def attend(q, k, v, states=None, mask=None, cu_seqlens=None, known=None):
-    context = Context(None, mask, cu_seqlens, states or {}, known=known)
+def attend(q, k, v, states=None, mask=None, cu_seqlens=None, uniform_length=None):
+    context = Context(None, mask, cu_seqlens, states or {}, uniform_length=uniform_length)
     (o, mass), new = MEMORY.attend(q, k, v, Scores(0.3), context)
     return torch.cat([o, mass[..., None]], -1), new | {"tokens_read": context.places(q)[1]}
 
@@ -60,7 +66,8 @@ def attend(q, k, v, states=None, mask=None, cu_seqlens=None, known=None):
 def test_equals_its_definition(T, scores, monkeypatch):
     monkeypatch.setattr(chunk, "SCORES", scores)
     inputs = make(T)
-    o, reference = attend(*inputs)[0], expected(*inputs)
+    o = attend(*inputs)[0]
+    reference = expected(*inputs)
     assert_close(o, reference)
     do = torch.randn_like(o)
     assert_close(*(torch.autograd.grad((x * do).sum(), inputs) for x in (o, reference)))
@@ -74,9 +81,12 @@ def test_kernel_decides_as_its_definition(sizes, softcap):
     mask[1, 40:] = False
 
     def read(backend, dtype):
-        inputs, outputs, states = [x.detach().to(dtype).requires_grad_() for x in make(50)], [], {}
+        inputs = [x.detach().to(dtype).requires_grad_() for x in make(50)]
+        outputs = []
+        states = {}
         for part in (slice(19), slice(19, 50)):
-            context, of_part = Context(None, mask[:, part], None, states), [x[:, part] for x in inputs]
+            context = Context(None, mask[:, part], None, states)
+            of_part = [x[:, part] for x in inputs]
             memory = MEMORY._replace(backend=backend, **sizes)
             (o, mass), states = memory.attend(*of_part, Scores(0.3, softcap), context)
             outputs.append(torch.cat([o, mass[..., None]], -1))
@@ -84,7 +94,9 @@ def test_kernel_decides_as_its_definition(sizes, softcap):
         o = torch.where(mask[..., None, None], torch.cat(outputs, 1), 0)
         return o, states, torch.autograd.grad(o.square().sum(), inputs)
 
-    assert_close(read("triton", torch.float32), read("chunk", torch.float64), read("chunk", torch.float32))
+    assert_close(
+        read("triton", torch.float32), read("chunk", torch.float64), read("chunk", torch.float32)
+    )
 
 
 @torch.no_grad()
@@ -100,9 +112,13 @@ def test_holds_what_received_most():
 @pytest.mark.parametrize("is_known", [False, True])
 @torch.no_grad()
 def test_pieces_equal_the_whole(parts, is_known):
-    inputs, states, outputs = make(23), None, []
+    inputs = make(23)
+    states = None
+    outputs = []
     for piece in zip(*(x.split(parts, 1) for x in inputs)):
-        o, states = attend(*piece, states, known=sum(x.shape[1] for x in outputs) if is_known else None)
+        o, states = attend(
+            *piece, states, uniform_length=sum(x.shape[1] for x in outputs) if is_known else None
+        )
         outputs.append(o)
     whole, final = attend(*inputs)
     assert_close(torch.cat(outputs, 1), whole)
@@ -127,9 +143,13 @@ def test_padding_is_no_token(length):
 
 @torch.no_grad()
 def test_packed_sequences_are_separate():
-    inputs, bounds = make(30, B=1), [0, 11, 12, 30]
+    inputs = make(30, B=1)
+    bounds = [0, 11, 12, 30]
     o, states = attend(*inputs, cu_seqlens=torch.tensor(bounds))
-    assert_close(o, torch.cat([expected(*(x[:, a:b] for x in inputs)) for a, b in zip(bounds, bounds[1:])], 1))
+    assert_close(
+        o,
+        torch.cat([expected(*(x[:, a:b] for x in inputs)) for a, b in zip(bounds, bounds[1:])], 1),
+    )
     assert states.keys() == {"tokens_read"}
 
 
@@ -139,16 +159,21 @@ def test_packed_sequences_are_separate():
 def test_attention_received_is_a_share_among_the_tokens_held(beside, pieces):
     """A sink takes its share of the output, and not of what tokens have received."""
     model = _model(beside)
-    mixer, x = model.model.layers[0].mixer, torch.randn(1, 120, 32, dtype=torch.float64)
+    mixer = model.model.layers[0].mixer
+    x = torch.randn(1, 120, 32, dtype=torch.float64)
     q, k, v = (y[0] for y in mixer.project_heads(x, None))
-    heads, differences = [], []
+    heads = []
+    differences = []
     for h, mine in enumerate(q.unflatten(1, (2, 2)).unbind(1)):
         if beside == "attention_sinks":
-            values, logits = mixer.sinks.values[h], mixer.sinks.logits[2 * h : 2 * h + 2].expand(120, 2)
+            values = mixer.sinks.values[h]
+            logits = mixer.sinks.logits[2 * h : 2 * h + 2].expand(120, 2)
         else:
-            values, logits = mixer.virtual_token.values[h], mixer.scaling * mine @ mixer.virtual_token.keys[h]
-        given = mine, k[:, h], v[:, h], mixer.retention, mixer.scaling
-        o, other = definition(*given)[0], definition(*given, other=logits)[0]
+            values = mixer.virtual_token.values[h]
+            logits = mixer.scaling * mine @ mixer.virtual_token.keys[h]
+        given = mine, k[:, h], v[:, h], mixer.kv_eviction, mixer.scaling
+        o = definition(*given)[0]
+        other = definition(*given, other=logits)[0]
         differences.append((o - other).abs().max())
         share = torch.sigmoid(logits - o[..., -1])[..., None]
         heads.append(o[..., :-1] + share * (values - o[..., :-1]))
@@ -160,8 +185,15 @@ def test_attention_received_is_a_share_among_the_tokens_held(beside, pieces):
 
 def _model(beside):
     torch.manual_seed(0)
-    options = {"layer_types": ["sliding_heads"] * 2, "sliding_window": 3, "num_kept_tokens": 4, "kept_block_size": 2}
-    model = MemoryTransformerForCausalLM(MemoryTransformerConfig(**SIZES, **options, **{beside: True}, position="none"))
+    options = {
+        "layer_types": ["sliding_heads"] * 2,
+        "sliding_window": 3,
+        "num_kept_tokens": 4,
+        "kept_block_size": 2,
+    }
+    model = MemoryTransformerForCausalLM(
+        MemoryTransformerConfig(**SIZES, **options, **{beside: True}, position="none")
+    )
     for name, x in model.named_parameters():
         if "sinks" in name or "virtual" in name:
             torch.nn.init.normal_(x, std=3.0)

@@ -14,9 +14,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_memory.ops.chunks import add_product, chunk_size, in_segments, joined_chunks, scalar_decays, split_chunks
-from hf_memory.ops.contract import first_derivatives_only, in_float32, repeat_heads
-from hf_memory.ops.ridge_regression.reference import EPS, RidgeState
+from hf_memory.ops.autograd import first_derivatives_only
+from hf_memory.ops.chunks import (
+    add_product,
+    chunk_size,
+    in_segments,
+    joined_chunks,
+    scalar_decays,
+    split_chunks,
+)
+from hf_memory.ops.layout import repeat_heads
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.variants.ridge_regression.reference import EPS, RidgeState
 
 CHUNK = 64
 TINY = 1e-30
@@ -39,10 +48,13 @@ def ridge_regression(
 ) -> tuple[Tensor, RidgeState]:
     """Same function as the reference, as far as the systems are solved."""
     HV = v.shape[2]
-    q, k = repeat_heads(q, HV), repeat_heads(k, HV)
+    q = repeat_heads(q, HV)
+    k = repeat_heads(k, HV)
     segment = partial(_segment, ridge=ridge, ratio=ratio, steps=steps)
     M = torch.cat(initial_state, -1)  # [N, HV, K, K + V]
-    o, M = in_segments(segment, chunk_size(v.shape[1], CHUNK), M, q, k, v, beta, g, alpha, scale=scale)
+    o, M = in_segments(
+        segment, chunk_size(v.shape[1], CHUNK), M, q, k, v, beta, g, alpha, scale=scale
+    )
     return o, RidgeState(*(x.contiguous() for x in M.split([k.shape[-1], v.shape[-1]], -1)))
 
 
@@ -52,8 +64,11 @@ def _segment(
     B, _, H, V = rows[2].shape
     q, k, v, beta, g, alpha = (split_chunks(x, C) for x in rows)  # [NC, B * H, C, ...]
     decays, enter, leave = scalar_decays(g)
-    W, writes, values = decays * beta[..., None, :], (leave * beta[..., None] * k).mT, torch.cat([k, v], -1)
-    before, after = [], M.flatten(0, 1)
+    W = decays * beta[..., None, :]
+    writes = (leave * beta[..., None] * k).mT
+    values = torch.cat([k, v], -1)
+    before = []
+    after = M.flatten(0, 1)
     for decay, write, value in zip(enter[..., -1:, :], writes, values):
         before.append(after)
         after = add_product(after, write, value, decay)
@@ -85,13 +100,17 @@ def _solution(steps: int, q: Tensor, *system: Tensor) -> Tensor:
 
 
 def _conjugate_gradients(steps: int, q: Tensor, *system: Tensor) -> Tensor:
-    x, r, p = torch.zeros_like(q), q, q
+    x = torch.zeros_like(q)
+    r = q
+    p = q
     squares = r.square().sum(-1, keepdim=True)
     for _ in range(steps):
         Ap = _product(p, *system)
         step = squares / (p * Ap).sum(-1, keepdim=True).clamp(min=TINY)
-        x, r = x + step * p, r - step * Ap
-        before, squares = squares, r.square().sum(-1, keepdim=True)
+        x = x + step * p
+        r = r - step * Ap
+        before = squares
+        squares = r.square().sum(-1, keepdim=True)
         p = r + squares / before.clamp(min=TINY) * p
     return x
 

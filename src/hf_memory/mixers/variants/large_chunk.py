@@ -42,7 +42,11 @@ class LargeChunkMixer(NeuralMemoryMixer):
         """Weights of each head, the last chunk's S, the sum of the incomplete chunk, and its number of tokens."""
         size = sum(d_in * d_out for d_in, d_out in cls.layer_shapes(config))
         spec = dict.fromkeys(LargeChunkState._fields[:3], State((config.num_output_heads, size)))
-        return convolution_spec(config) | spec | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
+        return (
+            convolution_spec(config)
+            | spec
+            | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
+        )
 
     def init_own_parameters(self) -> None:
         """Random matrices that keep the scale of their inputs, since the length of their columns never changes."""
@@ -52,12 +56,17 @@ class LargeChunkMixer(NeuralMemoryMixer):
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Tensor]:
         """The arguments lr and eta [B, T, HV] of the op, in float32."""
-        lr, eta = self.logit("lr", hidden_states), self.logit("momentum", hidden_states)
+        lr = self.logit("lr", hidden_states)
+        eta = self.logit("momentum", hidden_states)
         return {"lr": F.softplus(lr), "momentum": eta.sigmoid()}
 
-    def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
+    def learn(
+        self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context
+    ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and states of the memory."""
-        options = context.options(self.config.mixer_backend) | {"initial_state": context.past(LargeChunkState)}
+        options = context.options(self.config.mixer_backend) | {
+            "initial_state": context.past(LargeChunkState)
+        }
         o, state = large_chunk_memory(
             q,
             k,

@@ -6,7 +6,11 @@ import torch
 
 def memory_held() -> int:
     """Most bytes that tensors on the GPU held so far; without a GPU, the bytes that this process holds."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
+    return (
+        torch.cuda.max_memory_allocated()
+        if torch.cuda.is_available()
+        else psutil.Process().memory_info().rss
+    )
 
 
 def memory_for(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State
-from hf_memory.layers import unit_length, wide
+from hf_memory.layers import unit_length, upcast
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
 from hf_memory.mixers.gates import SigmoidDecay, SoftplusDecay
 from hf_memory.ops import RidgeState, ridge_regression
@@ -23,7 +23,9 @@ class MesaMixer(MemoryMixer):
     """
 
     convolved = "qk"
-    starts: dict[str, float] = {"ridge": math.log(math.expm1(1 - LEAST_RIDGE))}  # a regulariser of one
+    starts: dict[str, float] = {
+        "ridge": math.log(math.expm1(1 - LEAST_RIDGE))
+    }  # a regulariser of one
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -37,7 +39,8 @@ class MesaMixer(MemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The sums of products of keys and values and of keys, and the last inputs of the convolutions."""
-        spec, K = super().state_spec(config, layer_idx), config.memory_heads[3]
+        spec = super().state_spec(config, layer_idx)
+        K = config.memory_heads[3]
         return spec | {"key_products": State((config.num_output_heads, K, K))}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -50,8 +53,12 @@ class MesaMixer(MemoryMixer):
 
     def gates(self, hidden_states: Tensor) -> dict[str, Any]:
         """Arguments of the op: write strength, decay and regulariser."""
-        ridge = F.softplus(wide(self.ridge)).unflatten(0, (-1, self.head_dim)) + LEAST_RIDGE
-        return {"beta": wide(self.b_proj(hidden_states)).sigmoid(), "g": self.decay(hidden_states), "ridge": ridge}
+        ridge = F.softplus(upcast(self.ridge)).unflatten(0, (-1, self.head_dim)) + LEAST_RIDGE
+        return {
+            "beta": upcast(self.b_proj(hidden_states)).sigmoid(),
+            "g": self.decay(hidden_states),
+            "ridge": ridge,
+        }
 
 
 class KalmanMixer(MesaMixer):
@@ -72,6 +79,9 @@ class KalmanMixer(MesaMixer):
 
     def gates(self, hidden_states: Tensor) -> dict[str, Any]:
         """See `MesaMixer`; with how much of the solution reads."""
-        strength, alpha = (wide(proj(hidden_states)).sigmoid() for proj in (self.b_proj, self.alpha_proj))
-        beta, g = (strength + 1e-6).square(), self.decay(hidden_states)[0]
+        strength, alpha = (
+            upcast(proj(hidden_states)).sigmoid() for proj in (self.b_proj, self.alpha_proj)
+        )
+        beta = (strength + 1e-6).square()
+        g = self.decay(hidden_states)[0]
         return {"beta": beta, "g": g, "alpha": alpha, "ratio": 0.02, "scale": self.head_dim**-0.5}

@@ -5,8 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import in_float32, repeat_heads
-from hf_memory.ops.large_chunk_memory.reference import (
+from hf_memory.ops.layout import repeat_heads
+from hf_memory.ops.neural_memory.layout import arrange, layout_of, restore
+from hf_memory.ops.neural_memory.network import ACTIVATIONS, keep
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.variants.large_chunk_memory.reference import (
     LargeChunkRule,
     LargeChunkState,
     Layers,
@@ -15,8 +18,6 @@ from hf_memory.ops.large_chunk_memory.reference import (
     leave,
     network,
 )
-from hf_memory.ops.neural_memory.layout import arrange, layout_of, restore
-from hf_memory.ops.neural_memory.network import ACTIVATIONS, keep
 
 
 @in_float32
@@ -36,18 +37,26 @@ def large_chunk_memory(
     """Same function as the reference."""
     (B, T, HV), (chunk_size, step_size) = v.shape[:3], rule
     layout = layout_of(initial_state.phase, mask, T, chunk_size, fresh)
-    arranged: Any = (arrange(x, layout) for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, lr, momentum))
+    arranged: Any = (
+        arrange(x, layout) for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, lr, momentum)
+    )
     *rows, momentum = (x.unflatten(1, (B, HV)) for x in arranged)  # [NC, B, HV, C, ...]
     shares = momentum.sum(-1)[..., None, None] / chunk_size
     A, S, total = enter(initial_state, weights)
-    none, outputs = tuple(map(torch.zeros_like, S)), []
+    none = tuple(map(torch.zeros_like, S))
+    outputs = []
     for q, k, v, lr, share, is_full in zip(*rows, shares, layout.closed[1:]):
         outputs.append(network(q, A))
-        total = tuple(x + share * s + g for x, s, g in zip(total, S, _gradient(A, k, lr[..., None] * v)))
+        total = tuple(
+            x + share * s + g for x, s, g in zip(total, S, _gradient(A, k, lr[..., None] * v))
+        )
         if is_full is True:
-            A, S, total = learned(A, total, weights, step_size), total, none
+            A = learned(A, total, weights, step_size)
+            S = total
+            total = none
         elif is_full is not False and (torch.compiler.is_compiling() or is_full.any()):
-            A, S = keep(is_full, learned(A, total, weights, step_size), A), keep(is_full, total, S)
+            A = keep(is_full, learned(A, total, weights, step_size), A)
+            S = keep(is_full, total, S)
             total = keep(is_full, none, total)
     return restore(torch.stack(outputs), T, mask, layout), leave(A, S, total, layout.phase, weights)
 
@@ -55,6 +64,8 @@ def large_chunk_memory(
 def _gradient(weights: Layers, k: Tensor, v: Tensor) -> Layers:
     """The gradient of sum <f(k), v>, for k [..., C, K] and v [..., C, V]."""
     gate, up, down = weights
-    g, u = k @ gate, k @ up
-    s, d = ACTIVATIONS["silu"].value(g), v @ down.mT
+    g = k @ gate
+    u = k @ up
+    s = ACTIVATIONS["silu"].value(g)
+    d = v @ down.mT
     return k.mT @ ACTIVATIONS["silu"].backward(d * u, g), k.mT @ (d * s), (s * u).mT @ v

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import last_tokens, unit_length, wide
+from hf_memory.layers import last_tokens, unit_length, upcast
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.ops.feature_maps import taylor
@@ -42,19 +42,25 @@ class AtlasMixer(NeuralMemoryMixer):
         """The states of the memory, and the last tokens, which the next ones also learn."""
         query_heads, *_, K, V = config.memory_heads
         size = query_heads * cls.input_size(K) + config.num_output_heads * (V + 1)
-        return super().state_spec(config, layer_idx) | {"earlier": State((config.memory_window - 1, size))}
+        return super().state_spec(config, layer_idx) | {
+            "earlier": State((config.memory_window - 1, size))
+        }
 
     def make_gates(self, width: int, heads: int) -> None:
         """Create the gates of Titans with the rate gamma, and the factors of the features' degrees."""
         super().make_gates(width, heads)
         self.degrees = nn.Parameter(torch.empty(3))
 
-    def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
+    def project(
+        self, hidden_states: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor, States]:
         """See `MemoryMixer.project`; queries and keys become features of unit vectors."""
         q, k, v, new_states = super().project(hidden_states, context)
         D = self.head_dim
         sizes = torch.tensor([1, D, D * (D + 1) // 2], device=q.device)
-        by_degree = self.degrees.repeat_interleave(sizes, output_size=self.input_size(D)).to(q.dtype)
+        by_degree = self.degrees.repeat_interleave(sizes, output_size=self.input_size(D)).to(
+            q.dtype
+        )
         return taylor(unit_length(q)) * by_degree, taylor(unit_length(k)) * by_degree, v, new_states
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
@@ -66,9 +72,11 @@ class AtlasMixer(NeuralMemoryMixer):
             "decay": self.log_decay(hidden_states),
         }
 
-    def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
+    def learn(
+        self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context
+    ) -> tuple[Tensor, States]:
         """See `NeuralMemoryMixer.learn`; each token also learns the tokens before it."""
-        parts = [wide(x.flatten(2)) for x in (k, v, learning["lr"])]
+        parts = [upcast(x.flatten(2)) for x in (k, v, learning["lr"])]
         tokens, state = last_tokens(
             torch.cat(parts, -1),
             self.config.memory_window,
@@ -78,7 +86,8 @@ class AtlasMixer(NeuralMemoryMixer):
         )
         keys, values, lr = tokens[:, :, :-1].split([x.shape[-1] for x in parts], -1)
         keys, values = (
-            x.unflatten(-1, (like.shape[2], -1)).transpose(2, 3).to(like.dtype) for x, like in ((keys, k), (values, v))
+            x.unflatten(-1, (like.shape[2], -1)).transpose(2, 3).to(like.dtype)
+            for x, like in ((keys, k), (values, v))
         )
         earlier = EarlierPairs(keys, values, lr.transpose(2, 3))
         o, states = super().learn(q, k, v, learning | {"earlier": earlier}, context)

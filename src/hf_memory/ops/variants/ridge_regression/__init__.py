@@ -5,18 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import (
-    Backend,
-    check_gate,
-    check_inputs,
-    check_tensor,
-    choose_backend,
-    named_state,
-    per_sequence,
-    without_padding,
-)
-from hf_memory.ops.ridge_regression import chunk, reference
-from hf_memory.ops.ridge_regression.reference import RidgeState
+from hf_memory.ops.dispatch import Backend, choose_backend
+from hf_memory.ops.inputs import check_gate, check_inputs, check_tensor, named_state
+from hf_memory.ops.layout import per_sequence, without_padding
+from hf_memory.ops.variants.ridge_regression import chunk, reference
+from hf_memory.ops.variants.ridge_regression.reference import RidgeState
 
 
 def ridge_regression(
@@ -74,9 +67,19 @@ def ridge_regression(
         raise ValueError(f"ratio must be positive without ridge, got {ratio}")
     ridge = q.new_zeros(dims.HV, dims.K) if ridge is None else ridge
     check_tensor("ridge", ridge, (dims.HV, dims.K), like=q)
-    state = named_state(initial_state, RidgeState, [(dims.N, dims.HV, dims.K, n) for n in dims[4:6]], like=q)
+    state = named_state(
+        initial_state, RidgeState, [(dims.N, dims.HV, dims.K, n) for n in dims[4:6]], like=q
+    )
     is_exact = choose_backend(backend, q, "ridge regression has none") == "reference"
     op = (reference if is_exact or (dims.T == 1 and cu_seqlens is None) else chunk).ridge_regression
-    options: dict = {"initial_state": state, "ridge": ridge, "ratio": ratio, "steps": steps, "scale": scale}
-    o, state = per_sequence(op, cu_seqlens, *without_padding(mask, q, k, v, beta, g, alpha), **options)
+    options: dict = {
+        "initial_state": state,
+        "ridge": ridge,
+        "ratio": ratio,
+        "steps": steps,
+        "scale": scale,
+    }
+    o, state = per_sequence(
+        op, cu_seqlens, *without_padding(mask, q, k, v, beta, g, alpha), **options
+    )
     return o, state if output_final_state else None

@@ -5,27 +5,33 @@ from functools import partial
 
 from torch import Tensor
 
-from hf_memory.ops.contract import (
-    Backend,
+from hf_memory.ops.dispatch import Backend, choose_backend
+from hf_memory.ops.inputs import (
     Dims,
     check_chunk_size,
     check_gate,
     check_inputs,
     check_tensor,
-    choose_backend,
     named_state,
-    per_sequence,
-    without_padding,
 )
-from hf_memory.ops.large_chunk_memory import chunk, reference
-from hf_memory.ops.large_chunk_memory.reference import LargeChunkRule, LargeChunkState, Layers
+from hf_memory.ops.layout import per_sequence, without_padding
 from hf_memory.ops.neural_memory.forms import in_graphs
+from hf_memory.ops.variants.large_chunk_memory import chunk, reference
+from hf_memory.ops.variants.large_chunk_memory.reference import (
+    LargeChunkRule,
+    LargeChunkState,
+    Layers,
+)
 
 __all__ = ["LargeChunkState", "large_chunk_memory"]
 
 
 def _form(backend: str, fresh: bool) -> Callable:
-    return reference.large_chunk_memory if backend == "reference" else partial(chunk.large_chunk_memory, fresh=fresh)
+    return (
+        reference.large_chunk_memory
+        if backend == "reference"
+        else partial(chunk.large_chunk_memory, fresh=fresh)
+    )
 
 
 form = in_graphs("large_chunk_memory", _form, LargeChunkState, LargeChunkRule)
@@ -84,17 +90,24 @@ def large_chunk_memory(
     _check_weights(weights, dims, q)
     check_chunk_size(chunk_size)
     P = sum(W.shape[1] * W.shape[2] for W in weights)
-    state = named_state(initial_state, LargeChunkState, [*[(dims.N, dims.HV, P)] * 3, (dims.N,)], like=q)
+    state = named_state(
+        initial_state, LargeChunkState, [*[(dims.N, dims.HV, P)] * 3, (dims.N,)], like=q
+    )
     chosen = choose_backend(backend, q, "this memory runs in PyTorch alone")
     op = form(chosen, dims.T, initial_state is None)
-    rows, rule = without_padding(mask, q, k, v, lr, momentum), LargeChunkRule(chunk_size, step_size)
-    o, state = per_sequence(op, cu_seqlens, *rows, mask, initial_state=state, weights=tuple(weights), rule=rule)
+    rows = without_padding(mask, q, k, v, lr, momentum)
+    rule = LargeChunkRule(chunk_size, step_size)
+    o, state = per_sequence(
+        op, cu_seqlens, *rows, mask, initial_state=state, weights=tuple(weights), rule=rule
+    )
     return o, state if output_final_state else None
 
 
 def _check_weights(weights: Layers, dims: Dims, q: Tensor) -> None:
     if not isinstance(weights, (tuple, list)) or len(weights) != 3 or weights[0].ndim != 3:
-        raise ValueError(f"weights must be three tensors [HV, d_in, d_out], got {type(weights).__name__}")
+        raise ValueError(
+            f"weights must be three tensors [HV, d_in, d_out], got {type(weights).__name__}"
+        )
     width = weights[0].shape[2]
     for n, shape in enumerate(((dims.K, width), (dims.K, width), (width, dims.V))):
         check_tensor(f"weights[{n}]", weights[n], (dims.HV, *shape), like=q)

@@ -1,15 +1,15 @@
 """Attention to a window and kept tokens: first which entries are held before each block, then all blocks.
 
 Each decision depends on the one before it, but takes little of the work; once all are known, blocks are read in
-parallel. `mixers.retention` has the definition.
+parallel. `mixers.kv_eviction` has the definition.
 """
 
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import Backend, choose_backend
+from hf_memory.ops.dispatch import Backend, choose_backend
 from hf_memory.ops.gate_channels import GateChannels
-from hf_memory.ops.retention import chunk
+from hf_memory.ops.kv_eviction import chunk
 
 LARGEST = {2: 1 << 15, 4: 1 << 12}  # by bytes of a number: how many of the keys a program can hold
 
@@ -20,7 +20,7 @@ def retained_attention(
     v: Tensor,
     number: Tensor,
     received: Tensor,
-    asks: Tensor,
+    query_mask: Tensor,
     *,
     block: int,
     first: int,
@@ -40,7 +40,7 @@ def retained_attention(
         v: values [B, H, stay + T, D].
         number: [B, H, stay + T] int32, of the tokens in their sequences, from 1; 0: no token.
         received: [B, H, stay + T] float32, the attention that they have received.
-        asks: [B, T] float32, 1 for queries that count and 0 for others.
+        query_mask: [B, T] float32, 1 for queries that count and 0 for others.
         block: c.
         first: number of first tokens, which stay.
         window: number of last tokens, which stay.
@@ -59,13 +59,17 @@ def retained_attention(
     """
     how = block, first, window, decay, scale, softcap or 0.0
     if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) != "triton":
-        return chunk.retained_attention(q, k, v, number, received, asks, *how, gates, needs_mass)
-    from hf_memory.ops.retention import kernels
+        return chunk.retained_attention(
+            q, k, v, number, received, query_mask, *how, gates, needs_mass
+        )
+    from hf_memory.ops.kv_eviction import kernels
 
     if gates is not None:
         q = gates.of_one_product(q, q.shape[2] // k.shape[1])
 
-    places, received = kernels.retained_places(*(x.detach() for x in (q, k, number, received, asks)), *how)
+    places, received = kernels.retained_places(
+        *(x.detach() for x in (q, k, number, received, query_mask)), *how
+    )
     o, mass = kernels.retained_attention(q, k, v, number, places, scale, softcap or 0.0)
     return o, mass, places[:, :, -1], received
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hf_memory.ops.triton.launch import contiguous, launcher, precision, width
 
-ROWS, CHANNELS = 32, 64  # queries that are scored at once, and channels of a tile
+ROWS = 32
+CHANNELS = 64  # queries that are scored at once, and channels of a tile
 
 
 class Meta(NamedTuple):
@@ -55,7 +56,11 @@ class Outputs(NamedTuple):
 @triton.jit
 def _tile_rows(x, at, channel, D: tl.constexpr, is_row):
     """Rows `at` of x [n, D], zeros elsewhere."""
-    return tl.load(x + at[:, None] * D + channel[None, :], mask=is_row[:, None] & (channel < D)[None, :], other=0.0)
+    return tl.load(
+        x + at[:, None] * D + channel[None, :],
+        mask=is_row[:, None] & (channel < D)[None, :],
+        other=0.0,
+    )
 
 
 @triton.jit
@@ -78,7 +83,11 @@ def _queries(row, start, part, tokens, meta: tl.constexpr):
     """Some queries of a block that begins at `start`: their places in it and in q, and which of them exist."""
     query = part * meta.BR + tl.arange(0, meta.BR)
     place = query // meta.G
-    at = (row // meta.H * tokens + start + place) * (meta.H * meta.G) + row % meta.H * meta.G + query % meta.G
+    at = (
+        (row // meta.H * tokens + start + place) * (meta.H * meta.G)
+        + row % meta.H * meta.G
+        + query % meta.G
+    )
     return place, at, query < meta.C * meta.G
 
 
@@ -93,18 +102,23 @@ def _entries_of(given, row, n, meta: tl.constexpr):
 
 
 @triton.jit
-def _decide_kernel(given, received, asks, decay, meta: tl.constexpr):
+def _decide_kernel(given, received, query_mask, decay, meta: tl.constexpr):
     """Places of the entries before each block, and the attention that they have received."""
     D: tl.constexpr = meta.D
     C: tl.constexpr = meta.C
     STAY: tl.constexpr = meta.STAY
     row = tl.cast(tl.program_id(0), tl.int64)
-    i, d = tl.arange(0, meta.BM), tl.arange(0, meta.BD)
-    is_held, is_entry, is_older = i < STAY, i < STAY + C, i < STAY + C - meta.WINDOW
-    tokens, entries = given.blocks * C, row * (STAY + given.blocks * C)
-    number, received = given.number + entries, received + entries
+    i = tl.arange(0, meta.BM)
+    d = tl.arange(0, meta.BD)
+    is_held = i < STAY
+    is_entry = i < STAY + C
+    is_older = i < STAY + C - meta.WINDOW
+    tokens = given.blocks * C
+    entries = row * (STAY + given.blocks * C)
+    number = given.number + entries
+    received = received + entries
     places = given.places + row * (given.blocks + 1) * STAY
-    asks += row // meta.H * tokens
+    query_mask += row // meta.H * tokens
     tl.store(places + i, i, mask=is_held)
     for n in range(given.blocks):
         tl.debug_barrier()  # what the last round has stored is there
@@ -112,20 +126,24 @@ def _decide_kernel(given, received, asks, decay, meta: tl.constexpr):
         start = block * C
         at, token = _entries_of(given, row, block, meta)
         u = tl.load(received + tl.where(is_held, i, start + i), mask=is_entry, other=0.0)
-        u *= tl.where(tl.load(asks + start) > 0, decay, 1.0)
+        u *= tl.where(tl.load(query_mask + start) > 0, decay, 1.0)
         keys = _tile_rows(given.k + entries * D, at, d, D, is_entry)
         for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
             place, at_query, is_query = _queries(row, start, part, tokens, meta)
             queries = _tile_rows(given.q, at_query, d, D, is_query)
             s = given.scale * tl.dot(queries, tl.trans(keys), input_precision=meta.PRECISION)
-            s = tl.where(_seen(token, i, place, meta), _capped(s, given.softcap, meta), float("-inf"))
+            s = tl.where(
+                _seen(token, i, place, meta), _capped(s, given.softcap, meta), float("-inf")
+            )
             p = tl.exp(s - tl.max(s, 1)[:, None])
-            counts = tl.load(asks + start + place, mask=is_query, other=0.0) / tl.sum(p, 1)
+            counts = tl.load(query_mask + start + place, mask=is_query, other=0.0) / tl.sum(p, 1)
             u += tl.sum(p * counts[:, None], 0)
         value = tl.where(token == 0, -1.0, tl.where(token <= meta.FIRST, float("inf"), u))
         value = tl.where(is_older, value, float("-inf"))
         is_before = i[None, :] < i[:, None]
-        precedes = (value[None, :] > value[:, None]) | ((value[None, :] == value[:, None]) & is_before)
+        precedes = (value[None, :] > value[:, None]) | (
+            (value[None, :] == value[:, None]) & is_before
+        )
         rank = tl.sum(tl.cast(precedes, tl.int32), 1)
         stays = tl.where(is_older, rank < STAY - meta.WINDOW, is_entry)
         is_full = tl.load(number + STAY + start + C - 1) > 0  # else all that are held stay
@@ -141,9 +159,11 @@ def _decide_kernel(given, received, asks, decay, meta: tl.constexpr):
 def _attend_kernel(given, outputs, meta: tl.constexpr):
     """Attention of the queries of a block."""
     D: tl.constexpr = meta.D
-    row, n = tl.cast(tl.program_id(0), tl.int64), tl.cast(tl.program_id(1), tl.int64)
+    row = tl.cast(tl.program_id(0), tl.int64)
+    n = tl.cast(tl.program_id(1), tl.int64)
     i = tl.arange(0, meta.BM)
-    is_entry, tokens = i < meta.STAY + meta.C, given.blocks * meta.C
+    is_entry = i < meta.STAY + meta.C
+    tokens = given.blocks * meta.C
     entries = row * (meta.STAY + tokens)
     at, token = _entries_of(given, row, n, meta)
     for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
@@ -152,7 +172,11 @@ def _attend_kernel(given, outputs, meta: tl.constexpr):
         for first in tl.static_range(0, meta.BD, meta.BC):
             c = first + tl.arange(0, meta.BC)
             keys = _tile_rows(given.k + entries * D, at, c, D, is_entry)
-            s += tl.dot(_tile_rows(given.q, at_query, c, D, is_query), tl.trans(keys), input_precision=meta.PRECISION)
+            s += tl.dot(
+                _tile_rows(given.q, at_query, c, D, is_query),
+                tl.trans(keys),
+                input_precision=meta.PRECISION,
+            )
         s = _capped(given.scale * s, given.softcap, meta)
         s = tl.where(_seen(token, i, place, meta), s, float("-inf"))
         most = tl.max(s, 1)
@@ -163,7 +187,9 @@ def _attend_kernel(given, outputs, meta: tl.constexpr):
         for first in tl.static_range(0, meta.BD, meta.BC):
             c = first + tl.arange(0, meta.BC)
             values = _tile_rows(given.v + entries * D, at, c, D, is_entry)
-            o = tl.cast(tl.dot(p, values, input_precision=meta.PRECISION), outputs.o.dtype.element_ty)
+            o = tl.cast(
+                tl.dot(p, values, input_precision=meta.PRECISION), outputs.o.dtype.element_ty
+            )
             where = at_query[:, None] * D + c[None, :]
             tl.store(outputs.o + where, o, mask=is_query[:, None] & (c < D)[None, :])
 
@@ -172,9 +198,11 @@ def _attend_kernel(given, outputs, meta: tl.constexpr):
 def _gradients_kernel(given, outputs, gradients, dq, dk, dv, meta: tl.constexpr):
     """Gradients of queries, and sums of those of keys and values."""
     D: tl.constexpr = meta.D
-    row, n = tl.cast(tl.program_id(0), tl.int64), tl.cast(tl.program_id(1), tl.int64)
+    row = tl.cast(tl.program_id(0), tl.int64)
+    n = tl.cast(tl.program_id(1), tl.int64)
     i = tl.arange(0, meta.BM)
-    is_entry, tokens = i < meta.STAY + meta.C, given.blocks * meta.C
+    is_entry = i < meta.STAY + meta.C
+    tokens = given.blocks * meta.C
     entries = row * (meta.STAY + tokens)
     at, token = _entries_of(given, row, n, meta)
     for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
@@ -185,7 +213,11 @@ def _gradients_kernel(given, outputs, gradients, dq, dk, dv, meta: tl.constexpr)
         for first in tl.static_range(0, meta.BD, meta.BC):
             c = first + tl.arange(0, meta.BC)
             keys = _tile_rows(given.k + entries * D, at, c, D, is_entry)
-            s += tl.dot(_tile_rows(given.q, at_query, c, D, is_query), tl.trans(keys), input_precision=meta.PRECISION)
+            s += tl.dot(
+                _tile_rows(given.q, at_query, c, D, is_query),
+                tl.trans(keys),
+                input_precision=meta.PRECISION,
+            )
             values = _tile_rows(given.v + entries * D, at, c, D, is_entry)
             do = _tile_rows(gradients.o, at_query, c, D, is_query)
             dp += tl.dot(do, tl.trans(values), input_precision=meta.PRECISION)
@@ -198,7 +230,8 @@ def _gradients_kernel(given, outputs, gradients, dq, dk, dv, meta: tl.constexpr)
         ds = given.scale * p * (dp - sums[:, None])
         if meta.SOFTCAP:
             ds *= 1 - (s / given.softcap) * (s / given.softcap)
-        p, ds = tl.cast(p, given.k.dtype.element_ty), tl.cast(ds, given.k.dtype.element_ty)
+        p = tl.cast(p, given.k.dtype.element_ty)
+        ds = tl.cast(ds, given.k.dtype.element_ty)
         for first in tl.static_range(0, meta.BD, meta.BC):
             c = first + tl.arange(0, meta.BC)
             is_number = is_entry[:, None] & (c < D)[None, :]
@@ -210,12 +243,16 @@ def _gradients_kernel(given, outputs, gradients, dq, dk, dv, meta: tl.constexpr)
             of_values = tl.dot(tl.trans(p), do, input_precision=meta.PRECISION)
             tl.atomic_add(dv + sum_at, of_values, mask=is_number, sem="relaxed")
             keys = _tile_rows(given.k + entries * D, at, c, D, is_entry)
-            of_queries = tl.cast(tl.dot(ds, keys, input_precision=meta.PRECISION), dq.dtype.element_ty)
+            of_queries = tl.cast(
+                tl.dot(ds, keys, input_precision=meta.PRECISION), dq.dtype.element_ty
+            )
             where = at_query[:, None] * D + c[None, :]
             tl.store(dq + where, of_queries, mask=is_query[:, None] & (c < D)[None, :])
 
 
-def _meta(q: Tensor, k: Tensor, block: int, stay: int, first: int = 0, window: int = 0, softcap: float = 0) -> Meta:
+def _meta(
+    q: Tensor, k: Tensor, block: int, stay: int, first: int = 0, window: int = 0, softcap: float = 0
+) -> Meta:
     (H, D), G = (k.shape[1], k.shape[3]), q.shape[2] // k.shape[1]
     tiles = width(stay + block), width(D), min(CHANNELS, width(D)), min(ROWS, width(block * G))
     return Meta(H, G, D, block, stay, first, window, *tiles, softcap != 0, precision(k.dtype))
@@ -227,7 +264,7 @@ def retained_places(
     k: Tensor,
     number: Tensor,
     received: Tensor,
-    asks: Tensor,
+    query_mask: Tensor,
     block: int,
     first: int,
     window: int,
@@ -237,17 +274,19 @@ def retained_places(
 ) -> tuple[Tensor, Tensor]:
     """Places [B, H, blocks + 1, stay] and received attention [B, H, stay + T], see the package; no cap is 0."""
     (B, T), (H, entries) = q.shape[:2], k.shape[1:3]
-    q, k, number, asks = contiguous(q, k, number, asks)
+    q, k, number, query_mask = contiguous(q, k, number, query_mask)
     received = received.clone(memory_format=torch.contiguous_format)
     places = number.new_empty(B, H, T // block + 1, entries - T)
     given = Given(q, k, None, number, places, T // block, scale, softcap)
     meta = _meta(q, k, block, entries - T, first, window, softcap)
-    launcher(_decide_kernel, (B * H,))(given, received, asks, decay, meta=meta, num_warps=8, num_stages=1)
+    launcher(_decide_kernel, (B * H,))(
+        given, received, query_mask, decay, meta=meta, num_warps=8, num_stages=1
+    )
     return places, received
 
 
 @retained_places.register_fake
-def _(q, k, number, received, asks, block, first, window, decay, scale, softcap):
+def _(q, k, number, received, query_mask, block, first, window, decay, scale, softcap):
     (B, T), (H, entries) = q.shape[:2], k.shape[1:3]
     return number.new_empty(B, H, T // block + 1, entries - T), torch.empty_like(received)
 
@@ -259,7 +298,9 @@ def retained_attention(
     """Outputs [B, T, HQ, D], and the logarithm of the mass [B, T, HQ] in float32."""
     given, meta = _given(q, k, v, number, places, scale, softcap)
     outputs = Outputs(torch.empty_like(given.q), q.new_empty(q.shape[:3], dtype=torch.float32))
-    launcher(_attend_kernel, (len(q) * meta.H, given.blocks))(given, outputs, meta=meta, num_warps=8, num_stages=1)
+    launcher(_attend_kernel, (len(q) * meta.H, given.blocks))(
+        given, outputs, meta=meta, num_warps=8, num_stages=1
+    )
     return outputs
 
 
@@ -275,11 +316,17 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     given, meta = _given(q, k, v, number, places, scale, softcap)
-    outputs, gradients = Outputs(o, mass), Outputs(*contiguous(do, dmass))
-    dq, (dk, dv) = torch.empty_like(given.q), (torch.zeros_like(x, dtype=torch.float32) for x in (given.k, given.k))
+    outputs = Outputs(o, mass)
+    gradients = Outputs(*contiguous(do, dmass))
+    dq, (dk, dv) = (
+        torch.empty_like(given.q),
+        (torch.zeros_like(x, dtype=torch.float32) for x in (given.k, given.k)),
+    )
     programs = len(q) * meta.H, given.blocks
     meta = meta._replace(BR=min(16, meta.BR))
-    launcher(_gradients_kernel, programs)(given, outputs, gradients, dq, dk, dv, meta=meta, num_warps=8, num_stages=1)
+    launcher(_gradients_kernel, programs)(
+        given, outputs, gradients, dq, dk, dv, meta=meta, num_warps=8, num_stages=1
+    )
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -291,7 +338,8 @@ def _(q, k, v, number, places, o, mass, do, dmass, scale, softcap):
 def _given(
     q: Tensor, k: Tensor, v: Tensor, number: Tensor, places: Tensor, scale: float, softcap: float
 ) -> tuple[Given, Meta]:
-    blocks, stay = places.shape[2] - 1, places.shape[3]
+    blocks = places.shape[2] - 1
+    stay = places.shape[3]
     meta = _meta(q, k, q.shape[1] // blocks, stay, softcap=softcap)
     q, k, v, number, places = contiguous(q, k, v, number, places)
     return Given(q, k, v, number, places, blocks, scale, softcap), meta

@@ -7,8 +7,10 @@ from torch import Tensor
 from torch.func import grad
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import Sample, in_float32, repeat_heads
+from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.neural_memory.network import NORM_EPS, keep, orthogonal, pack, unpack
+from hf_memory.ops.precision import in_float32
+from hf_memory.ops.sample import Sample
 
 Layers = tuple[Tensor, ...]  # W_1, W_2 and W_3 [..., d_in, d_out]
 
@@ -52,7 +54,9 @@ def enter(state: LargeChunkState, initial: Layers) -> tuple[Layers, Layers, Laye
     return tuple(I + x for I, x in zip(initial, weights)), momentum, open_sum
 
 
-def leave(weights: Layers, momentum: Layers, open_sum: Layers, phase: Tensor, initial: Layers) -> LargeChunkState:
+def leave(
+    weights: Layers, momentum: Layers, open_sum: Layers, phase: Tensor, initial: Layers
+) -> LargeChunkState:
     """The inverse of `enter`."""
     moved = tuple(W - I for W, I in zip(weights, initial))
     return LargeChunkState(pack(moved), pack(momentum), pack(open_sum), phase)
@@ -74,7 +78,9 @@ def large_chunk_memory(
     """The recurrence in the op's docstring."""
     q, k, (chunk_size, step_size) = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2]), rule
     A, S, total = enter(initial_state, weights)
-    none, phase, outputs = tuple(map(torch.zeros_like, S)), initial_state.phase, []
+    none = tuple(map(torch.zeros_like, S))
+    phase = initial_state.phase
+    outputs = []
     for t in range(q.shape[1]):
         real = torch.ones_like(phase, dtype=torch.bool) if mask is None else mask[:, t]
         o = network(q[:, t, :, None], A)[:, :, 0]
@@ -84,7 +90,8 @@ def large_chunk_memory(
         total = keep(real, tuple(x + share * s + y for x, s, y in zip(total, S, g)), total)
         phase = (phase + real) % chunk_size
         is_full = real & (phase == 0)
-        A, S = keep(is_full, learned(A, total, weights, step_size), A), keep(is_full, total, S)
+        A = keep(is_full, learned(A, total, weights, step_size), A)
+        S = keep(is_full, total, S)
         total = keep(is_full, none, total)
     return torch.stack(outputs, dim=1), leave(A, S, total, phase, weights)
 
@@ -98,9 +105,11 @@ def example(*, chunk_size: int = 32, width: int = 6, **sizes: Any) -> dict:
     """Valid random arguments; `sizes` are arguments of `Sample`."""
     s = Sample(**{"K": 8, **sizes})
     shapes = ((s.K, width), (s.K, width), (width, s.V))
-    P, phase = sum(d_in * d_out for d_in, d_out in shapes), torch.arange(1, s.B + 1) % chunk_size
+    P = sum(d_in * d_out for d_in, d_out in shapes)
+    phase = torch.arange(1, s.B + 1) % chunk_size
     open_sum = s.normal(s.B, s.HV, P) * (phase > 0)[:, None, None]
-    moved, momentum = 0.1 * s.normal(s.B, s.HV, P), s.normal(s.B, s.HV, P)
+    moved = 0.1 * s.normal(s.B, s.HV, P)
+    momentum = s.normal(s.B, s.HV, P)
     return s.arguments(
         {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)},
         lr=s(s.HV).exp(),

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.mixers.gates import StepDecay
 from hf_memory.mixers.pasts import kept
 from hf_memory.ops import linear_attention
-from hf_memory.ops.contract import blank, repeat_heads
+from hf_memory.ops.layout import blank, repeat_heads
 
 
 class Mamba3Mixer(MemoryMixer):
@@ -25,13 +25,15 @@ class Mamba3Mixer(MemoryMixer):
     Computed as linear attention: token j is written with m_j + c_{j+1}, of which c_{j+1} is not seen by itself.
     """
 
-    has_silu, padding_last = False, True
+    has_silu = False
+    padding_last = True
     starts = {"q_bias": 1.0, "k_bias": 1.0, "D": 1.0}
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.make_convolutions(config.linear_conv_kernel_dim)
-        width, heads = config.hidden_size, self.num_output_heads
+        width = config.hidden_size
+        heads = self.num_output_heads
         self.decay = StepDecay(width, heads)
         self.share_proj = nn.Linear(width, heads, bias=False)
         self.angle_proj = nn.Linear(width, self.head_dim // 4, bias=False)
@@ -45,7 +47,11 @@ class Mamba3Mixer(MemoryMixer):
         """The memory, the last key and value, and the angles."""
         spec = super().state_spec(config, layer_idx)
         heads, K, V = spec["memory"].shape
-        own = {"last_keys": State((1, heads, K)), "last_values": State((1, heads, V)), "angles": State((heads, K // 4))}
+        own = {
+            "last_keys": State((1, heads, K)),
+            "last_values": State((1, heads, V)),
+            "angles": State((heads, K // 4)),
+        }
         return spec | own
 
     def scale_output(self, factor: Tensor) -> None:
@@ -59,7 +65,7 @@ class Mamba3Mixer(MemoryMixer):
         q, k, x, new_states = self.project(hidden_states, context)
         g, steps = self.decay(hidden_states)
         q, k, new_states["angles"] = self._turned(q, k, hidden_states, steps, context)
-        share = wide(self.share_proj(hidden_states)).sigmoid()
+        share = upcast(self.share_proj(hidden_states)).sigmoid()
         later, memory = self._later(steps * (1 - share), context)
         _, last = kept(context.states, {"last_keys": k, "last_values": x}, 1, context.lengths)
         o, new_states["memory"] = linear_attention(
@@ -71,14 +77,17 @@ class Mamba3Mixer(MemoryMixer):
             in_place=True,
             **(context.options(self.config.mixer_backend) | {"initial_state": memory}),
         )
-        unseen = later * (wide(q) * wide(k)).sum(-1)
-        o = (o + (wide(self.D) - unseen)[..., None].to(x.dtype) * x).flatten(-2)
+        unseen = later * (upcast(q) * upcast(k)).sum(-1)
+        o = (o + (upcast(self.D) - unseen)[..., None].to(x.dtype) * x).flatten(-2)
         return self.o_proj(o * F.silu(self.g_proj(hidden_states))), new_states | last
 
     def _turned(self, q: Tensor, k: Tensor, hidden_states: Tensor, steps: Tensor, context: Context):
         """q and k [B, T, HV, K] with their biases, turned by angles [B, T, HV, K / 4], and the last angles."""
-        q, k = (repeat_heads(x, steps.shape[2]) + bias.to(x.dtype) for x, bias in ((q, self.q_bias), (k, self.k_bias)))
-        half_turns = steps[..., None] * wide(self.angle_proj(hidden_states)).tanh()[:, :, None]
+        q, k = (
+            repeat_heads(x, steps.shape[2]) + bias.to(x.dtype)
+            for x, bias in ((q, self.q_bias), (k, self.k_bias))
+        )
+        half_turns = steps[..., None] * upcast(self.angle_proj(hidden_states)).tanh()[:, :, None]
         if context.attention_mask is not None:
             half_turns = blank(half_turns, context.attention_mask)
         # across the boundaries of packed sequences too: differences alone matter
@@ -86,7 +95,8 @@ class Mamba3Mixer(MemoryMixer):
         if context.states:
             sums = sums + context.states["angles"][:, None].double() / math.pi
         angles = _in_one_turn(sums).to(half_turns.dtype)
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         return *(_turn(x, cos, sin) for x in (q, k)), angles[:, -1]
 
     def _later(self, shares: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
@@ -101,7 +111,9 @@ class Mamba3Mixer(MemoryMixer):
             return later, None
         both = (context.states[name] for name in ("last_keys", "last_values"))
         keys, values = (x[:, 0, :, :, None].to(shares.dtype) for x in both)
-        given = shares[:, 0, :, None, None] * keys * values.mT  # not a product of matrices, which autocast would round
+        given = (
+            shares[:, 0, :, None, None] * keys * values.mT
+        )  # not a product of matrices, which autocast would round
         return later, context.states["memory"] + given
 
 
@@ -112,7 +124,7 @@ def _in_one_turn(half_turns: Tensor) -> Tensor:
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first half of the channels of x [..., K], in pairs of neighbours, by angles [..., K / 4]."""
-    pairs, rest = wide(x).split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    pairs, rest = upcast(x).split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
     a, b = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     return torch.cat([turned, rest], -1).to(x.dtype)

@@ -23,13 +23,14 @@ from torch.nn import functional as F
 from transformers.utils.import_utils import is_tracing
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import wide
+from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
-from hf_memory.ops.contract import Backend, beside
-from hf_memory.ops.retention import retained_attention
-from hf_memory.ops.retention.chunk import places_that_stay, rows_at
+from hf_memory.ops.dispatch import Backend
+from hf_memory.ops.kv_eviction import retained_attention
+from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at
+from hf_memory.ops.layout import expand_dims_like
 
 DECAY = 0.8  # of the received attention, for each block
 
@@ -52,14 +53,14 @@ class Entries(NamedTuple):
 
     def without(self, is_left: Tensor) -> "Entries":
         """The same with zeros where `is_left` [B, 1 or H, 1 or n]."""
-        return Entries(*(x.masked_fill(beside(is_left, x), 0) for x in self))
+        return Entries(*(x.masked_fill(expand_dims_like(is_left, x), 0) for x in self))
 
     def select(self, order: Tensor) -> "Entries":
         """The entries at places [B, H, n]."""
         return Entries(*(rows_at(x, order) for x in self))
 
 
-class Retention(NamedTuple):
+class KVEviction(NamedTuple):
     """The tokens that stay for each head: the first ones, those of the window, and `kept` others."""
 
     size: int  # of the window, at the beginning of a block
@@ -97,7 +98,10 @@ class Retention(NamedTuple):
             for; and the states, none if packed.
         """
         if context.cu_seqlens is not None:
-            apart = [self.attend(q[:, i], k[:, i], v[:, i], scores, alone)[0] for i, alone in context.apart()]
+            apart = [
+                self.attend(q[:, i], k[:, i], v[:, i], scores, alone)[0]
+                for i, alone in context.apart()
+            ]
             return [torch.cat(x, 1) for x in zip(*apart)], {}
         attend = self._token if context.is_step(q) else self._blocks
         attended, entries = attend(q, k, v, scores, context)
@@ -110,33 +114,42 @@ class Retention(NamedTuple):
         B, _, H, D = k.shape
         keys, values = (k.new_zeros(B, H, self.stay + self.block, D) for _ in range(2))
         number, received = (
-            k.new_zeros(B, H, self.stay + self.block, dtype=x) for x in (torch.int32, wide(k[:0]).dtype)
+            k.new_zeros(B, H, self.stay + self.block, dtype=x)
+            for x in (torch.int32, upcast(k[:0]).dtype)
         )
         return Entries(keys, values, number, received)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
         """Read tokens block by block; the first block begins with those of its tokens that were read before."""
-        T, c = q.shape[1], self.block
+        T = q.shape[1]
+        c = self.block
         before, after = context.counts(q)
-        offset, entries = before % c, self._entries(k, context)
+        offset = before % c
+        entries = self._entries(k, context)
         begun = entries.of(slice(self.stay, None))
         width = T + (c - 1 if context.states else 0)  # a piece may begin anywhere in a block
         place = torch.arange(-(-width // c) * c, device=q.device)
         if context.states:
             back = (place - offset).clamp(max=T - 1)  # to the new tokens
-            q, token = take(q, back.clamp(min=0)), torch.where(back < 0, place, c + back)
-            k, v = (take(torch.cat([x.transpose(1, 2), y], 1), token) for x, y in zip(begun, (k, v)))
+            q = take(q, back.clamp(min=0))
+            token = torch.where(back < 0, place, c + back)
+            k, v = (
+                take(torch.cat([x.transpose(1, 2), y], 1), token) for x, y in zip(begun, (k, v))
+            )
         else:
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, len(place) - T)) for x in (q, k, v))
         number = torch.where(place < offset + after - before, before - offset + place + 1, 0).int()
         received = F.pad(begun.received, (0, len(place) - c))
-        new = Entries(k.transpose(1, 2), v.transpose(1, 2), number[:, None].expand_as(received), received)
-        asks = ((place >= offset) & (number > 0)).to(received.dtype)
-        entries, n = entries.of(slice(self.stay)).with_block(new), self.stay
+        new = Entries(
+            k.transpose(1, 2), v.transpose(1, 2), number[:, None].expand_as(received), received
+        )
+        query_mask = ((place >= offset) & (number > 0)).to(received.dtype)
+        entries = entries.of(slice(self.stay)).with_block(new)
+        n = self.stay
         o, mass, stays, received = retained_attention(
             q,
             *entries,
-            asks,
+            query_mask,
             block=c,
             first=self.first,
             window=self.size,
@@ -152,7 +165,9 @@ class Retention(NamedTuple):
         new = new._replace(received=received[:, :, n:])
         if context.states:
             attended = [take(x, offset + torch.arange(T, device=q.device)) for x in attended]
-        last = (offset + after - before) // c * c + torch.arange(c, device=q.device)  # places of a block that goes on
+        last = (offset + after - before) // c * c + torch.arange(
+            c, device=q.device
+        )  # places of a block that goes on
         block = new.select(last.clamp(max=len(place) - 1)[:, None].expand(-1, k.shape[2], -1))
         return [x[:, :T] for x in attended], held.with_block(
             block.without((block.number == 0) | (last >= len(place))[:, None])
@@ -161,13 +176,16 @@ class Retention(NamedTuple):
     def _token(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
         """The same as `_blocks` for one token of each row."""
         entries = self._entries(k, context)
-        if context.known is not None and not torch.is_grad_enabled():
-            return self._step(entries, q, k, v, scores, context.known)
-        before, c = context.counts(q)[0], self.block
+        if context.uniform_length is not None and not torch.is_grad_enabled():
+            return self._step(entries, q, k, v, scores, context.uniform_length)
+        before = context.counts(q)[0]
+        c = self.block
         at = (self.stay + before % c)[:, None]
         new = (k.transpose(1, 2), v.transpose(1, 2), (before + 1)[:, None].int())
         keys, values, number = (_written(x, at, y) for x, y in zip(entries, new))
-        attended, weights = self._attended(q, Entries(keys, values, number, at), number == 0, scores)
+        attended, weights = self._attended(
+            q, Entries(keys, values, number, at), number == 0, scores
+        )
         begins, ends = ((before % c == edge)[..., None] for edge in (0, c - 1))
         received = torch.where(begins, DECAY * entries.received, entries.received) + weights
         entries = Entries(keys, values, number, received.to(entries.received.dtype))
@@ -176,10 +194,14 @@ class Retention(NamedTuple):
         block = entries.of(slice(self.stay, None)).without(ends)
         return attended, self._after(entries, ends).with_block(block)
 
-    def _step(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scores: Scores, position: int):
+    def _step(
+        self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scores: Scores, position: int
+    ):
         """The same for one token of each row at a position that all have, in place."""
-        n, place = self.stay, position % self.block
-        entries.keys[:, :, n + place], entries.values[:, :, n + place] = k[:, 0], v[:, 0]
+        n = self.stay
+        place = position % self.block
+        entries.keys[:, :, n + place] = k[:, 0]
+        entries.values[:, :, n + place] = v[:, 0]
         entries.number[:, :, n + place] = position + 1
         if place == 0:
             entries.received.mul_(DECAY)
@@ -190,7 +212,8 @@ class Retention(NamedTuple):
         if place == self.block - 1:
             left = self._after(entries, torch.ones(1, 1, 1, dtype=torch.bool, device=q.device))
             for old, new in zip(entries, left):
-                old[:, :, :n], old[:, :, n:] = new, 0
+                old[:, :, :n] = new
+                old[:, :, n:] = 0
         return attended, entries
 
     def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):
@@ -218,4 +241,4 @@ def _written(x: Tensor, at: Tensor, new: Tensor) -> Tensor:
     """Entries x [B, H, n, ...] with a new one [B, 1 or H, 1, ...] at places [B, 1, 1]."""
     new = new.to(x.dtype).expand(-1, x.shape[1], *new.shape[2:])
     write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
-    return write(x, 2, beside(at, x).expand_as(new), new)
+    return write(x, 2, expand_dims_like(at, x).expand_as(new), new)

@@ -1,0 +1,1 @@
+"""Mixers of rules that extend the core ones: read `mixers` first."""

@@ -1,0 +1,81 @@
+"""Rows, heads and packed sequences of tensors [B, T, H, ...]."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from hf_memory.ops.inputs import check_tensor
+
+
+def repeat_heads(x: Tensor, HV: int) -> Tensor:
+    """[B, T, H, ...] -> [B, T, HV, ...]: repeat key heads for their value heads; HQ query heads are not changed."""
+    return x if x.shape[2] >= HV else x.repeat_interleave(HV // x.shape[2], dim=2)
+
+
+def without_padding(mask: Tensor | None, q: Tensor, *others: Tensor | None) -> list:
+    """The inputs [B, T, ...] of an op, with zeros where the mask [B, T] is False."""
+    if mask is None:
+        return [q, *others]
+    check_tensor("mask", mask, tuple(q.shape[:2]), like=q)
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must have dtype torch.bool, got {mask.dtype}")
+    return [x if x is None else blank(x, mask) for x in (q, *others)]
+
+
+def blank(x: Tensor, mask: Tensor) -> Tensor:
+    """x with zeros at masked tokens [B, T], even where x is NaN, so that they affect neither results nor gradients."""
+    return x.masked_fill(~expand_dims_like(mask, x), 0)
+
+
+def expand_dims_like(x: Tensor, other: Tensor) -> Tensor:
+    """x [B, T] as [B, T, 1, ...]: with dimensions of size one after its own, so that it has as many as `other`."""
+    return x.view(*x.shape, *(1 for _ in other.shape[x.ndim :]))
+
+
+def varies(size: int) -> bool:
+    """Whether a graph is exported with this size as a variable; a loop over it then cannot be unrolled."""
+    return torch.compiler.is_exporting() and isinstance(size, torch.SymInt)
+
+
+def per_sequence(
+    op: Callable,
+    cu_seqlens: Tensor | None,
+    q: Tensor,
+    *others: Tensor | None,
+    initial_state,
+    **kwargs,
+):
+    """Run `op(q, *others, initial_state=..., **kwargs)` once for each packed sequence and join the results.
+
+    Args:
+        op: takes tensors [B, T, ...] and a state [N, ...]; returns (o [B, T, ...], state [N, ...]).
+        cu_seqlens: boundaries [N + 1], or None if each row is a sequence.
+        q: [1, T, ...].
+        *others: [1, T, ...] each, or None; k and v come first.
+        initial_state: tensor or NamedTuple of tensors [N, ...].
+        **kwargs: passed on.
+    """
+    if cu_seqlens is None:
+        return op(q, *others, initial_state=initial_state, **kwargs)
+    bounds = cu_seqlens.tolist()
+    T = q.shape[1]
+    if bounds[0] != 0 or bounds[-1] != T or any(b < a for a, b in zip(bounds, bounds[1:])):
+        raise ValueError(f"cu_seqlens must increase from 0 to T={T}, got {bounds}")
+    outputs = []
+    states = []
+    for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        state = tree_map(lambda s: s[n : n + 1], initial_state)  # noqa: B023
+        if end > start:
+            o, state = op(
+                *(x if x is None else x[:, start:end] for x in (q, *others)),
+                initial_state=state,
+                **kwargs,
+            )
+            outputs.append(o)
+        states.append(tree_flatten(state))
+    _, structure = states[0]
+    joined = [torch.cat(parts) for parts in zip(*(leaves for leaves, _ in states))]
+    o = torch.cat(outputs, dim=1) if outputs else others[1]
+    return o, tree_unflatten(joined, structure)

@@ -1,0 +1,65 @@
+"""The precision in which ops compute: float32 or float64 inside, without autocast."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+CPU_MULTIPLIES_BFLOAT16 = (
+    torch.cpu._is_avx512_bf16_supported()
+)  # otherwise slower than float32 in PyTorch
+
+
+def in_float32(op: Callable) -> Callable:
+    """Run `op(q, ...)` without autocast in float32, or float64 if q is; only the output o has the dtype of q."""
+    return _widened(op, lambda q: 0)
+
+
+def with_bfloat16_products(op: Callable) -> Callable:
+    """Like `in_float32`, but q, k and v stay bfloat16 if the hardware multiplies bfloat16; all else is float32."""
+    return _widened(
+        op,
+        lambda q: 3 if q.dtype == torch.bfloat16 and (q.is_cuda or CPU_MULTIPLIES_BFLOAT16) else 0,
+    )
+
+
+def without_autocast(function: Callable, x: Tensor, *others: Any, **kwargs: Any) -> Any:
+    """The result of `function(x, *others, **kwargs)` in the dtypes of these arguments, whatever autocast says."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):  # the context is expensive, this test is not
+        return function(x, *others, **kwargs)
+    with torch.autocast(kind, enabled=False):
+        return function(x, *others, **kwargs)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """x in float64 if it is float64, else in float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
+    """`op` without autocast, with all but the first `kept(q)` arguments in float32; its output o has the dtype of q."""
+
+    @wraps(op)
+    def wide_op(*args, **kwargs):
+        q = args[0]
+        n = kept(args[0])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        others = [_widen(x, wide) for x in args[n:]]
+        kwargs = {name: _widen(x, wide) for name, x in kwargs.items()}
+        o, state = without_autocast(op, *args[:n], *others, **kwargs)
+        return o.to(q.dtype), state
+
+    return wide_op
+
+
+def _widen(x, dtype: torch.dtype):
+    """Convert floating point tensors, also within tuples, to a dtype; those that have it stay the same objects."""
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    if not isinstance(x, tuple) or all(not isinstance(y, Tensor) or y.dtype == dtype for y in x):
+        return x
+    return tree_map(lambda y: _widen(y, dtype), x)

@@ -1,0 +1,1 @@
+"""Ops of rules that extend the core ones: read `ops` first."""
