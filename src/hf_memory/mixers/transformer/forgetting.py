@@ -126,6 +126,6 @@ class ForgettingHeads(PlainHeads):
         o, states = self.attend(hidden_states, *inputs, context)
         if context.cu_seqlens is None:
             states = self.forget.settled(
-                states, c[:, -1], self.bounded, heads_first=self.retention is not None
+                states, c[:, -1], self.bounded, heads_first=self.kv_eviction is not None
             )
         return self.o_proj(o[..., : self.value_dim].flatten(2)), states
