@@ -1,4 +1,4 @@
-"""The examples that need no model."""
+"""Examples run, with small models in place of those that they are meant for."""
 
 import json
 import re
@@ -6,6 +6,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from comparing import assert_close
+from hf_memory.conversion import load_teacher, make_student
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PRACTICE = EXAMPLES / "practice.py"
@@ -50,3 +55,66 @@ def test_tokens_that_a_real_teachers_student_learns_on_are_read_off_its_recipe(t
     """A stage that a recipe switches off names nothing but its steps."""
     example = runpy.run_path(str(EXAMPLES / "real_teacher.py"))
     assert example["tokens_to_learn"](example["RECIPES"] / f"{teacher}.yaml") == tokens
+
+
+@pytest.fixture
+def example(monkeypatch, tmp_path):
+    """Runs an example with words of a command line, in an empty folder; returns its variables."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+
+    def run(name, *words):
+        monkeypatch.setattr("sys.argv", [name, *map(str, words)])
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+    return run
+
+
+def test_a_model_that_is_trained_from_scratch_reads_its_documents_apart(example):
+    documents = [f"This is document {i}. " * (3 + i % 5) for i in range(60)]
+    lines = (json.dumps({"text": text}) for text in documents)
+    Path("text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_layers": 1, "length": 64}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", size)]
+    trained = ("--max_steps", 2, "--report_to", "none", "--use_cpu", "--disable_tqdm", "True")
+    found = example(
+        "train_from_scratch", "--text", "text.jsonl", "--output_dir", "out", *words, *trained
+    )
+    model = AutoModelForCausalLM.from_pretrained("out").double()
+    row = found["rows"][0]
+    (start, *_) = (row["position_ids"] == 0).nonzero()[1]  # of the second document
+    with torch.no_grad():
+        packed = model(row["input_ids"][None], position_ids=row["position_ids"][None]).logits
+        alone = model(
+            row["input_ids"][None, start:], position_ids=row["position_ids"][None, start:]
+        )
+    assert row["labels"][start] == -100
+    assert_close(packed[:, start:], alone.logits)
+    assert (
+        AutoTokenizer.from_pretrained("out")
+        .decode(row["input_ids"])
+        .startswith("This is document 0.")
+    )
+
+
+def test_a_converted_model_reads_a_document_and_is_asked_later(example, teacher, text, capsys):
+    example("convert_a_model", teacher, text, "student", "--steps", 2, "--length", 64)
+    assert re.search(r"KL from the teacher: 0\.\d{3}", capsys.readouterr().out)
+    example("long_document", "student", "read", text, "memory.safetensors")
+    assert capsys.readouterr().out.startswith("4,000 tokens are ")
+    example("long_document", "student", "ask", "memory.safetensors", "the")
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_served_student_writes_what_the_student_writes(example, teacher, capsys):
+    sinks = {"num_sink_tokens": 0, "attention_sinks": True, "sliding_window": 8}
+    student = make_student(load_teacher(str(teacher)), keep=(0,), **sinks)
+    student.save_pretrained("student")
+    AutoTokenizer.from_pretrained(teacher).save_pretrained("student")
+    example("serve_a_student", "student", "served", "the", "the end of the")
+    assert "both write the same: True" in capsys.readouterr().out
+
+
+def test_the_delta_rule_in_a_module_learns_to_look_values_up(example, capsys):
+    example("op_in_a_module")
+    assert capsys.readouterr().out.endswith("step 100: 100% of answers right\n")
