@@ -1,18 +1,45 @@
 """What a conversion asks of the modules of a student, in one place."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
 from torch import Tensor, nn
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin of rotary positions, [1 or B, n, channels] each
+
+
+class ObservedAttention(NamedTuple):
+    """What one attention layer of a teacher was seen to read, from which a mixer initialises what it adds to a window.
+
+    Attributes:
+        hidden_states: [B, T, hidden_size], what the layer read of a text.
+        positions: of these T tokens, by the teacher.
+        num_first_tokens: number of first tokens of a text for which attention sinks stand.
+        beginning: [1, 1, hidden_size], what the layer read of a text of one token, which usually begins a text.
+        before_text: of the position before a text, by the student.
+        distances: of distances in tokens at which the student's memory is read.
+    """
+
+    hidden_states: Tensor
+    positions: Rotation
+    num_first_tokens: int
+    beginning: Tensor
+    before_text: Rotation
+    distances: Rotation
 
 
 class Convertible:
     """A module of a student, such as a mixer, a gate or a feed-forward part. What does not concern it is left out.
 
-    A conversion copies the weights that the teacher has; calls `start_open` of all modules, `start_steady` of gates,
-    and `scale_output` or `open_gate` of mixers; and then trains each `new_part`. Up to which length a layer equals
-    attention before training is told by `exact_up_to` of the config. `init_own_parameters`, and `starts` with initial
-    values of parameters by name, are for models that are trained from scratch.
+    A conversion copies the weights that the teacher has; calls `start_from` of mixers, `start_open` of all modules,
+    `start_steady` of gates, and `scale_output` or `open_gate` of mixers; and then trains each `new_part`. Up to which
+    length a layer equals attention before training is told by `exact_up_to` of the config. `init_own_parameters`, and
+    `starts` with initial values of parameters by name, are for models that are trained from scratch.
     """
 
     can_be_steady = False  # whether this is a gate for `start_steady`
+    starts_from_attention = False  # whether `start_from` sets anything
 
     @property
     def new_part(self) -> nn.Module | None:
@@ -23,6 +50,14 @@ class Convertible:
     def gate_beside_attention(self) -> nn.Parameter | None:
         """The factor of a memory that is added to attention; with zeros, the mixer is attention alone."""
         return None
+
+    @contextmanager
+    def keeping(self, num_tokens: int) -> Iterator[None]:
+        """A context in which a mixer that keeps older tokens keeps so many of each head; others are not changed."""
+        yield
+
+    def start_from(self, observed: ObservedAttention) -> None:
+        """Set initial values of slots, sinks and a virtual token, such that the output is near full attention."""
 
     def start_open(self, half_life: int) -> None:
         """Set initial values with which inputs pass: convolutions are identities, gates half open, and decay is slow.

@@ -92,13 +92,6 @@ class SoftplusDecay(Convertible, nn.Module):
         self.A_log.zero_()
         self.dt_bias.fill_(math.log(math.expm1(math.log(2) / half_life)))
 
-    def spread(self, longest: int) -> None:
-        """Spread the half-lives of the heads from one token in the first head to `longest` tokens in the last."""
-        heads = len(self.A_log)
-        half_lives = torch.logspace(0, math.log10(longest), heads, device=self.dt_bias.device)
-        steps = (math.log(2) / half_lives).expm1().log()
-        self.dt_bias.copy_(steps.repeat_interleave(len(self.dt_bias) // heads))
-
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K], and the positive steps of the same shape."""
         steps = F.softplus(upcast(self.proj(self.down(hidden_states))) + upcast(self.dt_bias))

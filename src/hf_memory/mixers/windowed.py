@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from hf_memory.cache import Spec, State, States, memory_layer
 from hf_memory.cache_argument import takes_cache
+from hf_memory.convertible import ObservedAttention
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import (
     Attended,
@@ -147,8 +148,12 @@ class WindowedMixer(MemoryMixer):
     @property
     def new_part(self) -> nn.Module | None:
         """Only the memory, sinks and virtual token; other weights have the same meaning as in the teacher."""
-        parts = [part for part in (self.far, self.sinks, self.virtual_token) if part is not None]
+        parts = self._parts_beside_window
         return nn.ModuleList(parts) if len(parts) > 1 else next(iter(parts), None)
+
+    @property
+    def _parts_beside_window(self) -> list[nn.Module]:
+        return [part for part in (self.far, self.sinks, self.virtual_token) if part is not None]
 
     @takes_cache
     def forward(
@@ -274,6 +279,28 @@ class WindowedMixer(MemoryMixer):
             yield
         finally:
             self.far, self.kv_eviction = memory
+
+    @contextmanager
+    def keeping(self, num_tokens: int) -> Iterator[None]:
+        """See `Convertible.keeping`."""
+        usual = self.kv_eviction
+        self.kv_eviction = None if usual is None else usual._replace(kept=num_tokens)
+        try:
+            yield
+        finally:
+            self.kv_eviction = usual
+
+    @property
+    def starts_from_attention(self) -> bool:  # type: ignore[override]
+        """Whether there are slots, sinks or a virtual token."""
+        return len(self._parts_beside_window) > 0
+
+    def start_from(self, observed: ObservedAttention) -> None:
+        """See `Convertible.start_from`."""
+        hidden_states = observed.hidden_states
+        self.start_sinks(hidden_states, Positions(*observed.positions), observed.num_first_tokens)
+        self.start_virtual_token(observed.beginning, Positions(*observed.before_text))
+        self.start_near(hidden_states, Positions(*observed.distances))
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
         """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""

@@ -1,8 +1,9 @@
 """How many older tokens each layer of a student keeps: more where its distance from its teacher falls most by them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +13,22 @@ from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.decoding.parts import head
 from hf_memory.evaluation.shares import mixers_with_memory
 from hf_memory.files.text import Text
-from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
 
-LESS = 1 / 4
-MORE = 5 / 2  # of the tokens that all layers keep, which one layer after the other is tried with
-Part = tuple[
-    float, int, int
-]  # KL that falls for each token of a head, the place of a layer, and how many tokens
+LESS = (
+    1 / 4
+)  # one layer after the other is tried with these multiples of the usual number of tokens
+MORE = 5 / 2
 Input = tuple[Tensor, dict[str, Any]]  # hidden states, and a layer's other arguments
+
+
+class Step(NamedTuple):
+    """That a layer keeps more tokens than before."""
+
+    fall: float  # of the divergence, in nats for each of these tokens and each head of the layer
+    layer: int  # place of the layer among those that keep tokens
+    tokens: int  # how many more
 
 
 @torch.no_grad()
@@ -47,9 +54,10 @@ def spread_kept_tokens(
         report: is called with the progress.
     """
     config: Any = student.config
-    kept = config.num_kept_tokens
+    usual = config.num_kept_tokens
+    fewer = round(usual * LESS)
+    more = round(usual * MORE)
     mixers = [x for x in mixers_with_memory(student) if x.near_heads]
-    sizes = [round(kept * LESS), kept, round(kept * MORE)]
     text = Text.of(tokens)
     row = text.windows(torch.tensor([(len(text) - length) // 2]), length).to(teacher.device)
     target = teacher(row, use_cache=False).logits[0]
@@ -58,17 +66,19 @@ def spread_kept_tokens(
     def distance(first: int) -> float:
         return divergence(_logits(student, inputs, first)[0], target).item() / length
 
-    usual = distance(0)
-    parts = list[Part]()
+    distances = {usual: distance(0)}
+    steps: list[Step] = []
     for i, mixer in enumerate(mixers):
         report(Progress("measuring how many tokens layers keep", i, len(mixers)))
-        less, more = (_with(mixer, size, distance) for size in (sizes[0], sizes[2]))
-        parts += _parts(i, sizes, (less, usual, more), len(mixer.near_heads))
+        for number in (fewer, more):
+            with mixer.keeping(number):
+                distances[number] = distance(mixer.layer_idx)
+        steps += _steps(i, len(mixer.near_heads), distances)
     heads = [len(mixer.near_heads) for mixer in mixers]
-    found = [kept] * config.num_hidden_layers
-    for mixer, number in zip(mixers, _filled(parts, heads, sizes[0], kept * sum(heads))):
-        found[mixer.layer_idx] = number
-    return found
+    spread = [usual] * config.num_hidden_layers
+    for mixer, number in zip(mixers, _tokens_by_layer(steps, heads, fewer, usual * sum(heads))):
+        spread[mixer.layer_idx] = number
+    return spread
 
 
 def _inputs(student: MemoryForCausalLM, input_ids: Tensor) -> list[Input]:
@@ -90,33 +100,30 @@ def _logits(student: MemoryForCausalLM, inputs: Sequence[Input], first: int) -> 
     return head(student, student.model.norm(hidden_states))
 
 
-def _with(mixer: WindowedMixer, kept: int, measure: Callable[[int], float]) -> float:
-    """What is measured from a layer on while it keeps so many tokens."""
-    before = mixer.kv_eviction
-    assert before is not None
-    mixer.kv_eviction = before._replace(kept=kept)
-    try:
-        return measure(mixer.layer_idx)
-    finally:
-        mixer.kv_eviction = before
+def _steps(layer: int, heads: int, distances: Mapping[int, float]) -> list[Step]:
+    """The steps of a layer from each number of tokens to the next, from the divergence with each of three numbers.
+
+    They are one step if the second gains more by token than the first, since a step can only follow those before it.
+    """
+    numbers = sorted(distances)
+
+    def step(n: int, m: int) -> Step:
+        return Step((distances[n] - distances[m]) / (m - n) / heads, layer, m - n)
+
+    steps = [step(n, m) for n, m in pairwise(numbers)]
+    if steps[1] > steps[0]:
+        return [step(numbers[0], numbers[-1])]
+    return steps
 
 
-def _parts(place: int, sizes: Sequence[int], distances: Sequence[float], heads: int) -> list[Part]:
-    """What a layer gains from each step to more tokens, the first of which gains most; else they are one step."""
-    ends = list(zip(sizes, distances))
-    falls = [((y - z) / (n - m) / heads, place, n - m) for (m, y), (n, z) in zip(ends, ends[1:])]
-    if falls[1] > falls[0]:
-        (m, y), _, (n, z) = ends
-        return [((y - z) / (n - m) / heads, place, n - m)]
-    return falls
-
-
-def _filled(parts: list[Part], heads: list[int], least: int, total: int) -> list[int]:
-    """The number of tokens of each layer, from `least` on, as the best parts allow within a total of all heads."""
-    found = [least] * len(heads)
+def _tokens_by_layer(
+    steps: Sequence[Step], heads: Sequence[int], least: int, total: int
+) -> list[int]:
+    """The number of tokens of each layer, `least` or more, by the best steps within a total of all heads."""
+    numbers = [least] * len(heads)
     rest = total - least * sum(heads)
-    for _, place, more in sorted(parts, reverse=True):
-        taken = min(more, rest // heads[place])
-        found[place] += taken
-        rest -= taken * heads[place]
-    return found
+    for step in sorted(steps, reverse=True):
+        added = min(step.tokens, rest // heads[step.layer])
+        numbers[step.layer] += added
+        rest -= added * heads[step.layer]
+    return numbers

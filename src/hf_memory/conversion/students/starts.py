@@ -13,12 +13,9 @@ from transformers import PreTrainedModel
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students import SINKS
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
-from hf_memory.convertible import Convertible
+from hf_memory.convertible import Convertible, ObservedAttention
 from hf_memory.files.text import Text
 from hf_memory.mixers.base import MemoryMixer
-from hf_memory.mixers.gates import SoftplusDecay
-from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.base import MemoryForCausalLM
 
 CALIBRATION = 4  # largest number of windows of text from which the initial values are computed
@@ -51,7 +48,7 @@ def start_near(
     runs = observed or teacher
     number = min(CALIBRATION, max(1, CALIBRATION_TOKENS // length), len(tokens) // length)
     windows = Text.of(tokens).windows(length * torch.arange(number), length).to(runs.device)
-    _start_windows(student, runs, windows)
+    _start_from_attention(student, runs, windows)
     start_open(student, length)
     if not is_exact:
         steady_gates(student, runs, windows)
@@ -61,49 +58,46 @@ def start_near(
 
 
 @torch.no_grad()
-def _start_windows(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor) -> None:
-    """Initialise what is beside a window from the teacher: slots with its keys, sinks with its first tokens, and a
-    virtual token with what it makes of the beginning of a text, one position before the text."""
-    mixers = {
-        i: x.mixer for i, x in enumerate(student.model.layers) if isinstance(x.mixer, WindowedMixer)
-    }
-    if not any(mixer.new_part for mixer in mixers.values()):
+def _start_from_attention(
+    student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor
+) -> None:
+    """Initialise what stands beside a window from what the teacher's attention reads: of the windows of text [B, T],
+    and of a text that has only begun, which a virtual token stands for."""
+    layers = {i: x for i, x in enumerate(student.model.layers) if x.mixer.starts_from_attention}
+    if not layers:
         return
     seen = attention_seen(teacher, windows)
-    config = teacher.config
-    eos = teacher.config.eos_token_id
-    beginning = (
-        config.bos_token_id,
-        eos[0] if isinstance(eos, list) else eos,
-        config.pad_token_id,
-        0,
-    )
-    begin = next(
-        token for token in beginning if token is not None
-    )  # every first token gets attention
-    begins = attention_seen(teacher, windows.new_full((1, 1), begin))
+    seen_of_beginning = attention_seen(teacher, windows.new_full((1, 1), _first_token(teacher)))
+    farthest = math.log10(FARTHEST)
     window = student.config.sliding_window or 0
-    distances = (
-        torch.logspace(0, math.log10(FARTHEST), 256, device=student.device).mul(window).long()[None]
-    )
-    for i, mixer in mixers.items():
-        hidden_states, angles = (
-            seen[i][0][name] for name in ("hidden_states", "position_embeddings")
+    distances = torch.logspace(0, farthest, 256, device=student.device).mul(window).long()[None]
+    for i, layer in layers.items():
+        inputs, _ = seen[i]
+        beginning = seen_of_beginning[i][0]["hidden_states"]
+        rotary = student.model.local_rotary_emb if layer.is_local else student.model.rotary_emb
+        layer.mixer.start_from(
+            ObservedAttention(
+                hidden_states=inputs["hidden_states"],
+                positions=inputs["position_embeddings"],
+                num_first_tokens=SINKS,
+                beginning=beginning,
+                before_text=rotary(beginning, -windows.new_ones(1, 1)),
+                distances=rotary(beginning, distances),
+            )
         )
-        mixer.start_sinks(hidden_states, Positions(*angles), SINKS)
-        is_local = student.model.layers[i].is_local
-        rotary = student.model.local_rotary_emb if is_local else student.model.rotary_emb
-        token = begins[i][0]["hidden_states"]
-        mixer.start_virtual_token(token, Positions(*rotary(token, -windows.new_ones(1, 1))))
-        mixer.start_near(hidden_states, Positions(*rotary(hidden_states, distances)))
+
+
+def _first_token(teacher: PreTrainedModel) -> int:
+    """A token that texts of the teacher begin with, or any other, since whichever comes first gets attention."""
+    config = teacher.config
+    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    candidates = (config.bos_token_id, eos, config.pad_token_id, 0)
+    return next(token for token in candidates if token is not None)
 
 
 @torch.no_grad()
 def start_open(student: MemoryForCausalLM, half_life: int) -> None:
     """Make memory layers pass on their inputs: convolutions are the identity, gates are half open, and decay is slow.
-
-    A memory without rotary positions can distinguish near from far tokens by its decay only. There, heads get
-    different rates of decay, if the decay is a softplus.
 
     Args:
         student: the student; its new weights are set in place.
@@ -112,9 +106,6 @@ def start_open(student: MemoryForCausalLM, half_life: int) -> None:
     for module in student.modules():
         if isinstance(module, Convertible):
             module.start_open(half_life)
-        if isinstance(module, MemoryMixer) and not module.sees_positions:
-            for decay in (x for x in module.children() if isinstance(x, SoftplusDecay)):
-                decay.spread(half_life)
 
 
 @torch.no_grad()
