@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import warnings
 
 import pytest
@@ -101,6 +102,40 @@ def test_tokens_are_read_again_from_their_cache(tmp_path, monkeypatch):
     changed = read_tokens([file], tokenizer, cache=tmp_path / "cache")
     assert (changed.tokens.tolist(), changed.documents) == ([5, 2], None)
     assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_tokens_with_other_targets_have_a_cache_of_their_own(tmp_path):
+    file = tmp_path / "a.jsonl"
+    tokenizer = make_tokenizer()
+    turn = "{% if m.role == 'user' %}w4 {{ m.content }} w2 {% else %}w5 "
+    marked = "{% generation %}{{ m.content }} w2{% endgeneration %} {% endif %}{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}" + turn + marked
+    talk = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]
+    file.write_text(json.dumps({"messages": talk}))
+    for assistant_only in (False, True, False):
+        how = {"assistant_only": assistant_only}
+        read = read_tokens([file], tokenizer, cache=tmp_path / "cache", **how)
+        alone = read_tokens([file], tokenizer, **how)
+        assert tokens_fingerprint(read) == tokens_fingerprint(alone)
+        assert (read.targets is None) == (alone.targets is None)
+        if assistant_only:
+            assert read.targets.tolist() == alone.targets.tolist()
+            assert not read.targets.all()
+
+
+@pytest.mark.parametrize("where", ["the source", "a file of a folder"])
+def test_a_text_of_the_same_size_that_was_written_later_is_read_again(where, tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    file = folder / "a.txt"
+    source = file if where == "the source" else folder
+    file.write_text("w4 w5")
+    os.utime(file, ns=(0, 10**9))
+    read_tokens([source], make_tokenizer(), cache=tmp_path / "cache")
+    file.write_text("w6 w7")
+    os.utime(file, ns=(0, 10**9 + 1000))
+    read = read_tokens([source], make_tokenizer(), cache=tmp_path / "cache")
+    assert read.tokens.tolist() == [6, 7, 2]
 
 
 def changed(file, change):

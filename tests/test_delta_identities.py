@@ -12,8 +12,8 @@ from cases import CASE, SIZES, make_model
 from comparing import assert_close
 from hf_memory.layers import unit_length
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.delta_net import DeltaProductMixer
 from hf_memory.mixers.levels import Written
+from hf_memory.mixers.variants.delta_rules import DeltaProductMixer
 from hf_memory.ops import delta_rule, linear_attention
 
 T = 70
@@ -161,9 +161,12 @@ def same_weights(one, other):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", MEMORIES)
-def test_a_memory_is_its_equations_one_token_at_a_time(case):
-    mixer, x, q, k, v, g, beta = memory(case)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [*((case, {}) for case in MEMORIES), ("preconditioned", {"gate": "preconditioned_vector"})],
+)
+def test_a_memory_is_its_equations_one_token_at_a_time(case, options):
+    mixer, x, q, k, v, g, beta = memory(case, **options)
     found, _ = mixer.update(x, NOTHING, Written(q, k, v, g, beta))
     n = getattr(mixer, "steps", 1)
     HV = v.shape[2]
@@ -207,6 +210,30 @@ def test_a_memory_is_its_equations_one_token_at_a_time(case):
             S = S + torch.einsum("bhk,bhv->bhkv", writes, strong * error)
         expected = torch.einsum("bhkv,bhk->bhv", S, unit_length(query)) * k.shape[3] ** -0.5
         assert_close(found[:, t], expected)
+
+
+STARTS = {  # as published
+    "comba": {"inner_decay": 1.0, "D": 1.0},
+    "preconditioned": {"center": -0.2},
+    "mamba2": {"D": 1.0},
+    "mamba3": {"D": 1.0, "q_bias": 1.0, "k_bias": 1.0},
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_a_new_memory_starts_as_published(case):
+    mixer = make_model(CASE[case]).model.layers[0].mixer
+    for name, value in STARTS[case].items():
+        start = getattr(mixer, name)
+        assert torch.equal(start, torch.full_like(start, value))
+
+
+@torch.no_grad()
+def test_a_student_with_comba_asks_for_its_queries_alone():
+    mixer = memory("comba")[0]
+    mixer.start_open(half_life=16)
+    assert mixer.D.shape == (2,)
+    assert not mixer.D.any()
 
 
 @torch.no_grad()

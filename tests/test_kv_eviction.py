@@ -21,7 +21,7 @@ def make(T: int, B: int = 2):
     return [x.requires_grad_() for x in heads]
 
 
-def definition(q, k, v, memory=MEMORY, scale=0.3, other=None):
+def definition(q, k, v, memory=MEMORY, scale=0.3, softcap=None, other=None):
     """The outputs and the mass of queries [T, groups, D] with one head of keys and values [T, D], [T, groups, D + 1],
     and the tokens that are held. With the mass `other` [T, groups] of a sink, this receives a share as well."""
     held = []
@@ -32,6 +32,8 @@ def definition(q, k, v, memory=MEMORY, scale=0.3, other=None):
             received = DECAY * received
         held = [*held, t]
         scores = scale * q[t] @ k[held].mT
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         p = scores.softmax(-1)
         outputs.append(torch.cat([p @ v[held], scores.logsumexp(-1, keepdim=True)], -1))
         if other is not None:
@@ -44,30 +46,28 @@ def definition(q, k, v, memory=MEMORY, scale=0.3, other=None):
     return torch.stack(outputs), held
 
 
-def expected(q, k, v):
+def expected(q, k, v, softcap=None):
     rows = []
     for of_row in zip(q.unflatten(2, (2, 2)), k, v):
-        rows.append(
-            torch.stack([definition(*(x[:, h] for x in of_row))[0] for h in range(2)], 1).flatten(
-                1, 2
-            )
-        )
+        heads = [definition(*(x[:, h] for x in of_row), softcap=softcap)[0] for h in range(2)]
+        rows.append(torch.stack(heads, 1).flatten(1, 2))
     return torch.stack(rows)
 
 
-def attend(q, k, v, states=None, mask=None, cu_seqlens=None, uniform_length=None):
+def attend(q, k, v, states=None, mask=None, cu_seqlens=None, uniform_length=None, softcap=None):
     context = Context(None, mask, cu_seqlens, states or {}, uniform_length=uniform_length)
-    (o, mass), new = MEMORY.attend(q, k, v, Scores(0.3), context)
+    (o, mass), new = MEMORY.attend(q, k, v, Scores(0.3, softcap), context)
     return torch.cat([o, mass[..., None]], -1), new | {"tokens_read": context.places(q)[1]}
 
 
 @pytest.mark.parametrize("scores", [chunk.SCORES, 1], ids=["at once", "in groups"])
 @pytest.mark.parametrize("T", [1, 3, 17, 31])
-def test_equals_its_definition(T, scores, monkeypatch):
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_equals_its_definition(T, scores, softcap, monkeypatch):
     monkeypatch.setattr(chunk, "SCORES", scores)
     inputs = make(T)
-    o = attend(*inputs)[0]
-    reference = expected(*inputs)
+    o = attend(*inputs, softcap=softcap)[0]
+    reference = expected(*inputs, softcap)
     assert_close(o, reference)
     do = torch.randn_like(o)
     assert_close(*(torch.autograd.grad((x * do).sum(), inputs) for x in (o, reference)))
@@ -110,17 +110,19 @@ def test_holds_what_received_most():
 
 @pytest.mark.parametrize("parts", [[1] * 23, [3, 20], [7, 1, 15], [22, 1]])
 @pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @torch.no_grad()
-def test_pieces_equal_the_whole(parts, is_known):
+def test_pieces_equal_the_whole(parts, is_known, softcap):
     inputs = make(23)
     states = None
     outputs = []
     for piece in zip(*(x.split(parts, 1) for x in inputs)):
+        read = sum(x.shape[1] for x in outputs)
         o, states = attend(
-            *piece, states, uniform_length=sum(x.shape[1] for x in outputs) if is_known else None
+            *piece, states, uniform_length=read if is_known else None, softcap=softcap
         )
         outputs.append(o)
-    whole, final = attend(*inputs)
+    whole, final = attend(*inputs, softcap=softcap)
     assert_close(torch.cat(outputs, 1), whole)
     numbers = states.pop("number"), final.pop("number")
     assert torch.equal(*numbers)
@@ -153,46 +155,84 @@ def test_packed_sequences_are_separate():
     assert states.keys() == {"tokens_read"}
 
 
-@pytest.mark.parametrize("beside", ["attention_sinks", "virtual_token"])
-@pytest.mark.parametrize("pieces", [[120], [1] * 120], ids=["whole", "token by token"])
+@pytest.mark.parametrize("backend", ["chunk", "triton"])
+@pytest.mark.parametrize("first", [1, 2, 3])
 @torch.no_grad()
-def test_attention_received_is_a_share_among_the_tokens_held(beside, pieces):
+def test_first_tokens_stay_although_no_query_attends_to_them(backend, first):
+    q, k, v = make(31)
+    q[..., 0] = 3
+    k[:, :4, :, 0] = -9
+    memory = MEMORY._replace(first=first, backend=backend)
+    context = Context(None, None, None, {})
+    _, states = memory.attend(*(x.float() for x in (q, k, v)), Scores(0.3), context)
+    held = states["number"].flatten(0, 1).tolist()
+    assert [[n for n in row if 0 < n <= 4] for row in held] == 4 * [[*range(1, first + 1)]]
+
+
+OPTIONS = {
+    "sliding_window": 3,
+    "num_sink_tokens": 2,
+    "num_kept_tokens": [4, 5],
+    "kept_block_size": 2,
+}
+BESIDE = {
+    "alone": {},
+    "sinks": {"attention_sinks": True},
+    "virtual token": {"virtual_token": True, "num_sink_tokens": 0},
+    "capped scores": {"attn_logit_softcapping": 0.5},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("pieces", [[60], [1] * 60], ids=["whole", "token by token"])
+@torch.no_grad()
+def test_a_layer_keeps_the_tokens_that_its_config_says(beside, pieces):
     """A sink takes its share of the output, and not of what tokens have received."""
-    model = _model(beside)
+    options = OPTIONS | BESIDE[beside]
+    first = options["num_sink_tokens"]
+    memory = KVEviction(size=3, first=first, kept=4, block=2)
+    model = _model(options)
     mixer = model.model.layers[0].mixer
-    x = torch.randn(1, 120, 32, dtype=torch.float64)
+    x = torch.randn(1, 60, 32, dtype=torch.float64)
     q, k, v = (y[0] for y in mixer.project_heads(x, None))
+    softcap = options.get("attn_logit_softcapping")
     heads = []
     differences = []
     for h, mine in enumerate(q.unflatten(1, (2, 2)).unbind(1)):
-        if beside == "attention_sinks":
-            values = mixer.sinks.values[h]
-            logits = mixer.sinks.logits[2 * h : 2 * h + 2].expand(120, 2)
-        else:
-            values = mixer.virtual_token.values[h]
-            logits = mixer.scaling * mine @ mixer.virtual_token.keys[h]
-        given = mine, k[:, h], v[:, h], mixer.kv_eviction, mixer.scaling
-        o = definition(*given)[0]
-        other = definition(*given, other=logits)[0]
-        differences.append((o - other).abs().max())
-        share = torch.sigmoid(logits - o[..., -1])[..., None]
-        heads.append(o[..., :-1] + share * (values - o[..., :-1]))
-    assert max(differences) > 0.01  # else nothing would show which one it is
+        given = mine, k[:, h], v[:, h]
+        how = {"scale": 8**-0.5, "softcap": softcap}
+        found = definition(*given, memory, **how)[0]
+        o = found[..., :-1]
+        mass = found[..., -1]
+        others = []
+        if first:
+            others.append(definition(*given, memory._replace(first=first - 1), **how)[0])
+        if beside in ("sinks", "virtual token"):
+            values, logits = _stands_beside(mixer, beside, mine, h)
+            others.append(definition(*given, memory, **how, other=logits)[0])
+            share = torch.sigmoid(logits - mass)[..., None]
+            o = o + share * (values - o)
+        differences.append([(found - other).abs().max() for other in others])
+        heads.append(o)
+    assert all(max(of_heads) > 0.01 for of_heads in zip(*differences))  # or nothing would show
     cache = DynamicCache(config=model.config)
-    found = [mixer(piece, past_key_values=cache)[0] for piece in x.split(pieces, 1)]
-    assert_close(torch.cat(found, 1), mixer.o_proj(torch.stack(heads, 1).flatten(1))[None])
+    read = [mixer(piece, past_key_values=cache)[0] for piece in x.split(pieces, 1)]
+    assert_close(torch.cat(read, 1), mixer.o_proj(torch.stack(heads, 1).flatten(1))[None])
 
 
-def _model(beside):
+def _stands_beside(mixer, beside, q, head):
+    """The values [D] of a sink or a virtual token, and its logits [T, groups] for the queries of a head."""
+    if beside == "sinks":
+        logits = mixer.sinks.logits[2 * head : 2 * head + 2]
+        return mixer.sinks.values[head], logits.expand(len(q), 2)
+    return mixer.virtual_token.values[head], 8**-0.5 * q @ mixer.virtual_token.keys[head]
+
+
+def _model(options):
     torch.manual_seed(0)
-    options = {
-        "layer_types": ["sliding_heads"] * 2,
-        "sliding_window": 3,
-        "num_kept_tokens": 4,
-        "kept_block_size": 2,
-    }
+    kinds = {"layer_types": ["sliding_heads"] * 2}
     model = MemoryTransformerForCausalLM(
-        MemoryTransformerConfig(**SIZES, **options, **{beside: True}, position="none")
+        MemoryTransformerConfig(**SIZES, **kinds, **options, position="none")
     )
     for name, x in model.named_parameters():
         if "sinks" in name or "virtual" in name:

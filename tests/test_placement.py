@@ -78,6 +78,22 @@ def test_wrong_words_are_explained(keep, message):
         kept_layers(keep, 4)
 
 
+def test_layers_come_by_the_sum_of_their_heads_and_not_by_their_best_head():
+    scores = torch.tensor([[5.0, 0.0, 0.0], [3.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
+    assert layers_by_heads(ranked(scores)) == [1, 2, 0]
+
+
+@pytest.mark.parametrize(("window", "between"), [(0, 100), (130, 130), (900, 150)])
+def test_what_stands_between_two_readings_is_text_from_elsewhere(window, between):
+    """As many tokens as two passages, or as a window, up to half of a text."""
+    first, middle, last = passages(Text.of(torch.arange(400)), window)
+    passage = [*range(50)]
+    other = [*range(50 + between, 50 + 2 * between)]
+    assert first[0].tolist() == [*passage, *other, *passage]
+    for row, start in ((middle, (300 - 2 * between) // 2), (last, 300 - 2 * between)):
+        assert (row - first).unique().tolist() == [start]
+
+
 def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
     teacher = make_teacher()
     tokens = random_tokens(200)

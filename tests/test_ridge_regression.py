@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from cases import CASE, SIZES, make_model
 from comparing import assert_close
+from hf_memory.layers import unit_length
+from hf_memory.mixers.base import Context
 from hf_memory.ops import OPS, linear_attention, ridge_regression
 
 example = next(op.example for op in OPS if op.op is ridge_regression)
@@ -58,6 +61,44 @@ def test_what_is_linear_attention(backend, case):
     o, _ = ridge_regression(**x, backend=backend)
     expected, _ = linear_attention(x["q"], x["k"], x["beta"][..., None] * x["v"], x["g"], scale=1.0)
     assert_close(factor * o, expected)
+
+
+@pytest.mark.parametrize("case", ["mesa", "kalman"])
+@torch.no_grad()
+def test_a_layer_is_its_equations_one_token_at_a_time(case):
+    """Strength, decay, ridge and share of the solution are those of each head."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    mixer = make_model(CASE[case], **heads).double().model.layers[0].mixer
+    generator = torch.Generator().manual_seed(0)
+    random = {"generator": generator, "dtype": torch.float64}
+    for parameter in mixer.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, **random)
+    x = torch.randn(1, 14, SIZES["hidden_size"], **random)
+    q, k, v, _ = mixer.project(x, Context(None, None, None, {}))
+    q, k, v = (unit_length(q)[0], unit_length(k)[0], v[0])  # [T, heads, channels]
+    is_kalman = case == "kalman"
+    strength = mixer.b_proj(x)[0].sigmoid()
+    g = (mixer.decay(x)[0] if is_kalman else mixer.decay(x))[0]
+    share = mixer.alpha_proj(x)[0].sigmoid() if is_kalman else torch.ones_like(strength)
+    D = mixer.head_dim
+    o = torch.zeros_like(v)
+    for h in range(4):
+        H = torch.zeros(D, D, dtype=torch.float64)
+        S = torch.zeros(D, v.shape[2], dtype=torch.float64)
+        for t in range(14):
+            key = k[t, h // 2]
+            query = q[t, h // 2]
+            beta = (strength[t, h] + 1e-6) ** 2 if is_kalman else strength[t, h]
+            H = g[t, h].exp() * H + beta * key.outer(key)
+            S = g[t, h].exp() * S + beta * key.outer(v[t, h])
+            if is_kalman:
+                ridge = H.norm() / 50 * torch.ones(D, dtype=torch.float64)
+            else:
+                ridge = (1 + mixer.ridge[h * D : (h + 1) * D].exp()).log() + 1 / 4
+            solution = torch.linalg.solve(H + ridge.diag(), query)
+            read = share[t, h] * solution + (1 - share[t, h]) * query
+            o[t, h] = S.T @ read * (D**-0.5 if is_kalman else 1)
+    assert_close(mixer(x)[0], mixer.o_proj(mixer.output_gate(o[None], x)))
 
 
 def test_a_memory_without_regulariser_is_refused():
