@@ -519,6 +519,7 @@ def test_only_the_maps_learn_from_what_compression_loses():
         ({"pattern": "routing", "position": "alibi"}, "position"),
         ({"pattern": "routing", "use_qk_norm": True}, "use_qk_norm"),
         ({"pattern": "routing_by_head", "num_key_value_heads": 1}, "num_key_value_heads"),
+        ({"pattern": "routing_by_head", "depth": "reversible"}, "pattern"),
         ({"pattern_size": 0}, "pattern_size"),
         ({"pattern": "fixed", "num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
         ({"layer_types": ["sliding_memory"], "num_hidden_layers": 1}, "layer_types"),

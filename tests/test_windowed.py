@@ -337,3 +337,22 @@ def test_a_start_from_keys_is_nearer_to_attention_than_a_window():
 def test_windows_that_cannot_be_are_refused(options, named):
     with pytest.raises(Exception, match=named):
         make_config(**options)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options"),
+    [
+        (hf_memory.LinearTransformerConfig, {}),
+        (hf_memory.DeltaFormerConfig, {"beta_activation": "tanh"}),
+        (
+            hf_memory.TitansConfig,
+            {"variant": "mag", "memory_gate": "add", "num_persistent_tokens": 0},
+        ),
+        (hf_memory.MemoryTransformerConfig, {}),
+    ],
+)
+def test_heads_with_a_window_equal_attention_up_to_its_length_in_each_family(config_class, options):
+    layers = {"layer_types": ["sliding_heads"] * 2, "sliding_window": 5, "num_sink_tokens": 2}
+    config = config_class(**SIZES, **layers, **options)
+    assert config.exact_up_to(0, 7) == 7
+    assert config.exact_up_to(0, 8) is None

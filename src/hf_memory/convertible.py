@@ -33,13 +33,28 @@ class Convertible:
     """A module of a student, such as a mixer, a gate or a feed-forward part. What does not concern it is left out.
 
     A conversion copies the weights that the teacher has; calls `start_from` of mixers, `start_open` of all modules,
-    `start_steady` of gates, and `scale_output` or `open_gate` of mixers; and then trains each `new_part`. Up to which
-    length a layer equals attention before training is told by `exact_up_to` of the config. `init_own_parameters`, and
-    `starts` with initial values of parameters by name, are for models that are trained from scratch.
+    `start_steady` of gates, and `scale_output` or `open_gate` of mixers; and then trains each `new_part`, unless
+    `exact_up_to` says that the student equals its teacher. `init_own_parameters`, and `starts` with initial values of
+    parameters by name, are for models that are trained from scratch.
     """
 
     can_be_steady = False  # whether this is a gate for `start_steady`
     starts_from_attention = False  # whether `start_from` sets anything
+
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """How many tokens a token sees in a text of `length`, if a layer starts as softmax attention to them.
+
+        Args:
+            config: the student's config.
+            layer_idx: number of the layer.
+            length: tokens of the text.
+
+        Returns:
+            The number of the last tokens that all tokens see, as far as there are so many; None if the layer does not
+            start as softmax attention, or leaves out other tokens than those farthest back.
+        """
+        return None
 
     @property
     def new_part(self) -> nn.Module | None:

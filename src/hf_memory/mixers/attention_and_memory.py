@@ -40,10 +40,9 @@ class AttentionAndMemoryMixer(MemoryMixer):
             self.persistent = nn.Parameter(
                 torch.empty(config.num_persistent_tokens, config.hidden_size)
             )
-        is_added = config.variant == "mal" or (
-            config.variant == "mag" and config.memory_gate == "add"
-        )
-        self.gate: Any = nn.Parameter(torch.empty(config.hidden_size)) if is_added else None
+        self.gate: Any = None
+        if _adds_memory(config):
+            self.gate = nn.Parameter(torch.empty(config.hidden_size))
 
     def init_own_parameters(self) -> None:
         """Persistent tokens start like embeddings, and the gate at one."""
@@ -66,6 +65,13 @@ class AttentionAndMemoryMixer(MemoryMixer):
             theirs = self.get_submodule(name)
             if ours.weight.shape == theirs.weight.shape:
                 ours.load_state_dict(theirs.state_dict())
+
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `Convertible.exact_up_to`: attention over the window, as long as the gate of the memory is closed."""
+        if not _adds_memory(config) or config.num_persistent_tokens:
+            return None
+        return min(length, config.sliding_window or length)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -151,3 +157,8 @@ class MemoryAsLayerMixer(AttentionAndMemoryMixer):
         remembered, memory = self.remember(hidden_states, context)
         heads, window = self.attend(hidden_states + self.gate * remembered, context)
         return self.o_proj(heads.flatten(-2)), {"attention": window, "memory": memory}
+
+
+def _adds_memory(config) -> bool:
+    """Whether the memory is added to attention with a gate that can be zero."""
+    return config.variant == "mal" or (config.variant == "mag" and config.memory_gate == "add")

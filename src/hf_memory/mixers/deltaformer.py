@@ -35,6 +35,14 @@ class DeltaFormerMixer(MemoryMixer):
             init.zeros_(self.b_proj.bias)
 
     @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `Convertible.exact_up_to`: attention if beta starts at zero and the read kernel is softmax."""
+        is_closed = config.beta_activation != "sigmoid" and config.beta_mode == "erase"
+        if not is_closed or config.read_kernel != "softmax":
+            return None
+        return min(length, window_of(config, layer_idx) or length)
+
+    @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `mix`."""
         _, heads, _, D, _ = config.memory_heads

@@ -141,6 +141,13 @@ class WindowedMixer(MemoryMixer):
         return spec
 
     @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `Convertible.exact_up_to`: all tokens, as long as the window and the first tokens are all of them."""
+        if config.attention_sinks or config.virtual_token:
+            return None
+        return length if length <= config.sliding_window + config.num_sink_tokens else None
+
+    @classmethod
     def kept_channels(cls, config) -> int:
         """Number of channels of each kept key and value."""
         return config.head_dim

@@ -5,7 +5,6 @@ from dataclasses import fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RopeParameters
@@ -226,16 +225,13 @@ class MemoryConfig(
         return self.rotary_dim
 
     def exact_up_to(self, layer_idx: int, length: int) -> int | None:
-        """How many tokens a token sees in a text of `length`, if the layer starts as softmax attention; else None."""
-        if (
-            self.mixer_class(layer_idx) is not WindowedMixer
-            or self.attention_sinks
-            or self.virtual_token
-        ):
-            return None
-        return length if length <= self.sliding_window + self.num_sink_tokens else None
+        """How many tokens a token sees in a text of `length`, if the layer starts as softmax attention; else None.
 
-    def mixer_class(self, layer_idx: int) -> type[nn.Module]:
+        See `Convertible.exact_up_to` of its mixer.
+        """
+        return self.mixer_class(layer_idx).exact_up_to(self, layer_idx, length)
+
+    def mixer_class(self, layer_idx: int) -> Any:
         """The mixer class of a layer."""
         return self.mixers[self.layer_types[layer_idx]]
 

@@ -4,7 +4,7 @@ https://arxiv.org/abs/2505.19488."""
 
 from huggingface_hub.dataclasses import strict
 
-from hf_memory.mixers.deltaformer import DeltaFormerMixer, window_of
+from hf_memory.mixers.deltaformer import DeltaFormerMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check_values, check_word
 from hf_memory.modeling.configuration import MemoryConfig
@@ -40,17 +40,6 @@ class DeltaFormerConfig(MemoryConfig):
     beta_mode: str = "erase"
     beta_activation: str = "sigmoid"
     write_rope: bool = True
-
-    def exact_up_to(self, layer_idx: int, length: int) -> int | None:
-        """See `MemoryConfig.exact_up_to`: attention if beta starts at zero and the read kernel is softmax."""
-        is_closed = (
-            self.beta_activation != "sigmoid"
-            and self.beta_mode == "erase"
-            and self.read_kernel == "softmax"
-        )
-        if not is_closed:
-            return super().exact_up_to(layer_idx, length)
-        return min(length, window_of(self, layer_idx) or length)
 
     def validate_architecture(self):
         """Check kernels and the write strength, too."""

@@ -180,13 +180,6 @@ class TitansConfig(MemoryHeadsConfig):
             memory_max_grad_norm=V**0.5 if is_deep else 0.0,
         )
 
-    def exact_up_to(self, layer_idx: int, length: int) -> int | None:
-        """See `MemoryConfig.exact_up_to`: MAL, and MAG with an added memory, start with closed gates."""
-        is_closed = self.variant == "mal" or (self.variant == "mag" and self.memory_gate == "add")
-        if not is_closed or self.num_persistent_tokens:
-            return super().exact_up_to(layer_idx, length)
-        return min(length, self.sliding_window or length)
-
     def validate_architecture(self):
         """Check the options of Titans, too."""
         rule = self.memory_rule

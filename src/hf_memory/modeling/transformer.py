@@ -1,6 +1,7 @@
 """The Memory Transformer: softmax attention with published positions, patterns, pasts and depths as options."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,10 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import Cache
 
-from hf_memory.mixers.transformer import BUCKETS, PASTS, PATTERNS
-from hf_memory.mixers.transformer.forgetting import ForgettingHeads, PlainHeads
-from hf_memory.mixers.transformer.patterns import pattern_of
+from hf_memory.mixers.transformer import BUCKETS, PASTS, PATTERNS, Kind, mixer_of
 from hf_memory.mixers.transformer.relations import EMBEDDED, POSITIONS, RELATIONS
-from hf_memory.mixers.transformer.slots import COMPRESSIONS, MostUsedMixer
-from hf_memory.mixers.transformer.store import JOINS, TopTokensMixer
-from hf_memory.mixers.transformer.windows import LocalMixer
+from hf_memory.mixers.transformer.slots import COMPRESSIONS
+from hf_memory.mixers.transformer.store import JOINS
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_each, check_numbers, check_values, check_word
 from hf_memory.modeling.configuration import MemoryConfig, of_mixers
@@ -102,7 +100,7 @@ class MemoryTransformerConfig(MemoryConfig):
     """
 
     model_type = "hf_memory_transformer"
-    mixers = {**MemoryConfig.mixers, "memory": PATTERNS["full"]}
+    mixers = {**MemoryConfig.mixers, "memory": PATTERNS["full"].mixer}
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
         **of_mixers(
@@ -153,9 +151,10 @@ class MemoryTransformerConfig(MemoryConfig):
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
         has_sinusoids = self.position == "sinusoidal" or self.depth == "universal"
+        has_window = any(PASTS[name].has_window for name in self.pasts if name in PASTS)
         self.fill(
             embedding_multiplier=self.hidden_size**0.5 if has_sinusoids else 1.0,
-            sliding_window=512 if {"memorizing", "infinite"} & {*self.pasts} else None,
+            sliding_window=512 if has_window else None,
         )
 
     @property
@@ -177,53 +176,19 @@ class MemoryTransformerConfig(MemoryConfig):
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer of a layer."""
-        kind = self.layer_types[layer_idx]
-        if kind == "sliding_heads":
-            return self._heads_class()
-        if kind != "memory":
-            return super().mixer_class(layer_idx)
-        past = self.pasts[layer_idx]
-        pattern = self.patterns[layer_idx]
-        if past == "compressive" and self.compression == "most_used":
-            return MostUsedMixer
-        if past == "memorizing" and self.memory_join == "attention":
-            return TopTokensMixer
-        return PATTERNS[pattern] if past == "cache" else PASTS[past]
-
-    def _heads_class(self) -> type[nn.Module]:
-        if self.position == "rope":
-            return self.mixers["sliding_heads"]
-        if self.position == "forget":
-            return ForgettingHeads
-        return LocalMixer if self.position in RELATIONS else PlainHeads
+        if self.layer_types[layer_idx] in OWN:
+            return mixer_of(self, layer_idx)
+        return super().mixer_class(layer_idx)
 
     def rotating_channels(self, layer_idx: int) -> int:
         """Number of rotated channels; 0 unless `position` is rope."""
         return super().rotating_channels(layer_idx) if self.position == "rope" else 0
 
     def exact_up_to(self, layer_idx: int, length: int) -> int | None:
-        """See `MemoryConfig.exact_up_to`; None if position or depth differ, or if the pattern has gaps."""
+        """See `MemoryConfig.exact_up_to`; None if position or depth differ from a teacher's."""
         if self.position != "rope" or self.depth != "fixed":
             return None
-        if self.layer_types[layer_idx] != "memory":
-            return super().exact_up_to(layer_idx, length)
-        past = self.pasts[layer_idx]
-        pattern = pattern_of(self, layer_idx)
-        if self.patterns[layer_idx] in BUCKETS or (pattern and pattern.has_gaps):
-            return None
-        if self.patterns[layer_idx] == "adaptive_span":  # a student starts with the longest spans
-            return length if length <= self.max_span + 1 else None
-        if (past, self.memory_join) == ("memorizing", "gate"):  # which starts closed
-            return min(length, self.sliding_window or length)
-        seen = length if pattern is None else pattern.reach + pattern.first
-        if past != "cache":
-            found = (
-                min(self.memory_top_k, self.memory_size) if self.memory_join == "attention" else 0
-            )
-            beside = {"infinite": self.num_sink_tokens, "memorizing": found}  # beside its window
-            within = self.past_window if past in ("xl", "compressive") else 0
-            seen = self.sliding_window + beside[past] if past in beside else within
-        return length if length <= seen else None
+        return super().exact_up_to(layer_idx, length)
 
     def validate_architecture(self):
         """Check positions, patterns, pasts and depth, too."""
@@ -264,7 +229,7 @@ class MemoryTransformerConfig(MemoryConfig):
         check(can_adapt, "depth", "'universal' with adaptive_computation", self.depth)
 
     def _check_sizes(self) -> None:
-        has_summaries = {"fixed", "fixed_by_head", "linformer"} & {*self.patterns}
+        has_summaries = any(PATTERNS[name].has_summaries for name in self.patterns)
         is_inside = not has_summaries or self.num_summary_tokens <= self.pattern_size
         check(
             is_inside,
@@ -276,6 +241,15 @@ class MemoryTransformerConfig(MemoryConfig):
         is_whole = not any(x % self.compression_rate for x in lengths)
         divided = f"a divisor of segment_length and past_window, {lengths}"
         check(is_whole, "compression_rate", divided, self.compression_rate)
+
+    def _check_kinds(self, is_possible: Callable[[Kind], bool], here: str) -> None:
+        """Refuse patterns and pasts that are not possible with another option."""
+        for option, names, table in (
+            ("pattern", self.patterns, PATTERNS),
+            ("past", self.pasts, PASTS),
+        ):
+            possible = [name for name in table if is_possible(table[name])]
+            check({*names} <= {*possible}, option, f"one of {possible} {here}", names)
 
     def _check_relation(self) -> None:
         """Refuse what has no distance from a token, or is found without distances."""
@@ -291,14 +265,7 @@ class MemoryTransformerConfig(MemoryConfig):
         check_values(
             self, here, attn_logit_softcapping=None, attention_sinks=False, virtual_token=False
         )
-        own = {"linformer", *BUCKETS} & {*self.patterns}
-        check(not own, "pattern", f"without {own} {here}", self.pattern)
-        check(
-            {*self.pasts} <= {"cache", "xl", "infinite"},
-            "past",
-            f"'cache', 'xl' or 'infinite' {here}",
-            self.past,
-        )
+        self._check_kinds(lambda kind: kind.takes_forget_gates, here)
 
     def _check_buckets(self) -> None:
         """Refuse options that attention in buckets does not support."""
@@ -332,10 +299,8 @@ class MemoryTransformerConfig(MemoryConfig):
             f"'mlp' or 'none' {here}",
             self.mlp_types,
         )
-        own = {"adaptive_span", "routing"} & {
-            *self.patterns
-        }  # their own losses would have no gradient
-        check(not own, "pattern", f"without {own} {here}", self.pattern)
+        gives_gradients = f"{here}, which gives no gradient to a loss that a layer has of its own"
+        self._check_kinds(lambda kind: not kind.has_own_loss, gives_gradients)
         learns = "compressive" in self.pasts and self.compression == "convolution"
         check(not learns, "compression", f"other than 'convolution' {here}", self.compression)
 

@@ -57,6 +57,11 @@ class TransformerMixer(MemoryMixer):
         """None with rotary positions, as in a teacher; otherwise all, since queries and keys change their meaning."""
         return None if self.config.position == "rope" else self
 
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `Convertible.exact_up_to`; for rotary positions."""
+        return length
+
     @property
     def scores(self) -> Scores:
         """See `MemoryMixer.scores`; changed by the relation or the gates."""

@@ -127,6 +127,11 @@ class ReformerMixer(TransformerMixer):
         init.normal_(self.projection)
 
     @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """None, since tokens of other buckets are not seen."""
+        return None
+
+    @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
         return bucket_spec(config, 1, config.num_hashes)
@@ -177,6 +182,11 @@ class RoutingMixer(TransformerMixer):
     def init_own_parameters(self) -> None:
         """Centroids start in random directions."""
         init.normal_(self.centroids)
+
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """None, since tokens of other buckets are not seen."""
+        return None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

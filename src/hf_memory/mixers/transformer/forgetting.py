@@ -85,6 +85,11 @@ class ForgetGates(SigmoidDecay):
 class PlainHeads(WindowedMixer):
     """Heads as of `WindowedMixer` whose positions are in the embeddings, or nowhere."""
 
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """None, since a teacher has rotations."""
+        return None
+
     @property
     def new_part(self) -> nn.Module | None:
         """All, since queries and keys change their meaning without rotations."""

@@ -76,6 +76,13 @@ SPARSE: dict[str, Callable[..., Window]] = {
 }
 
 
+def exact_with_pattern(config, layer_idx: int, length: int) -> int | None:
+    """See `Convertible.exact_up_to`: all tokens, as long as the pattern leaves none out."""
+    pattern = pattern_of(config, layer_idx)
+    is_exact = not pattern.has_gaps and length <= pattern.reach + pattern.first
+    return length if is_exact else None
+
+
 def pattern_of(config, layer_idx: int) -> Any:
     """The pattern of a layer; None if it sees all tokens, or if the choice depends on their content."""
     name = config.patterns[layer_idx]

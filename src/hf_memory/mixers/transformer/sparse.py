@@ -22,7 +22,7 @@ from hf_memory.mixers.attention_blocks import (
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Everything, take
 from hf_memory.mixers.transformer.base import TransformerMixer
-from hf_memory.mixers.transformer.patterns import pattern_of
+from hf_memory.mixers.transformer.patterns import exact_with_pattern, pattern_of
 from hf_memory.ops.masks import Mask, Tokens, causal, older, random_block, window
 
 
@@ -45,6 +45,11 @@ class SparseMixer(TransformerMixer):
         if self.compress is not None:
             mean = 1 / self.config.pattern_size
             init.normal_(self.compress, mean=mean, std=mean)
+
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `exact_with_pattern`."""
+        return exact_with_pattern(config, layer_idx, length)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `TransformerMixer`."""

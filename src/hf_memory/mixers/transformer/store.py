@@ -39,6 +39,12 @@ class TopTokensMixer(TransformerMixer):
     takes_packed = False
 
     @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `Convertible.exact_up_to`: all tokens, as long as those outside the window are few enough to be found."""
+        most_found = min(config.memory_top_k, config.memory_size)
+        return length if length <= config.sliding_window + most_found else None
+
+    @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
         _, heads, _, D, _ = config.attention_heads
@@ -145,6 +151,13 @@ class MemorizingMixer(TopTokensMixer):
         """Close the gate, so that the mixer equals attention over its window."""
         if self.has_gate:
             self.memory_gate.zero_()
+
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `Convertible.exact_up_to`: attention over the window, as long as there is a gate, which starts closed."""
+        if config.memory_join == "gate":
+            return min(length, config.sliding_window)
+        return length if length <= config.sliding_window else None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

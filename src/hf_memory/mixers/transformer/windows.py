@@ -22,7 +22,7 @@ from hf_memory.mixers.pasts import Past, Window, columns, take, window_attention
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.forgetting import counts, kept_heads
-from hf_memory.mixers.transformer.patterns import pattern_of
+from hf_memory.mixers.transformer.patterns import exact_with_pattern, pattern_of
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
 from hf_memory.ops.masks import Tokens, causal, own_block, segments
 
@@ -37,6 +37,13 @@ class LocalMixer(TransformerMixer):
         self.learns_spans = config.patterns[layer_idx] == "adaptive_span"
         if self.learns_spans:
             self.relation = AdaptiveSpan(config)
+
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `Convertible.exact_up_to`; a student starts with the longest spans, before their ramps."""
+        if config.patterns[layer_idx] == "adaptive_span":
+            return length if length <= config.max_span + 1 else None
+        return exact_with_pattern(config, layer_idx, length)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -74,6 +81,11 @@ class InfiniteMixer(TransformerMixer):
 
     padding_last = True
     takes_packed = False
+
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `Convertible.exact_up_to`: all tokens, as long as the first and the last ones are all of them."""
+        return length if length <= config.num_sink_tokens + config.sliding_window else None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -162,6 +174,11 @@ class SegmentMixer(TransformerMixer):
     padding_last = True
     takes_packed = False
     passes_gradients = False
+
+    @classmethod
+    def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
+        """See `Convertible.exact_up_to`: all tokens, if the first segment is not longer than what is seen before it."""
+        return length if length <= config.past_window else None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
