@@ -7,7 +7,7 @@
 Goes on where it was stopped. Models run in bfloat16 and answer 24 questions of each kind. The teacher also answers in
 float32, which shows how much rounding alone changes. Writes
 benchmarks/results/scores/{evaluation.json,scores.png} (in scores_2048 for texts of 2,048 tokens) and the table in
-docs/results.md.
+docs/research/answers.md.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from hf_memory.evaluation.scores import ALL, KINDS, RATIO, SCORE, SUMMARY, WIN
 from hf_memory.evaluation.tasks import Found
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.progress import Progress
-from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, markdown, put, recipe_of, recipes
+from smollm2 import NOTES, ROOT, SLOTS, example, folder_of, markdown, put, recipe_of, recipes
 
 RESULTS = ROOT / "benchmarks" / "results"
 TEACHER = "teacher"
@@ -105,11 +105,11 @@ def _cell(row: dict | None) -> str:
 
 
 def write(length: int, known: record.Record) -> None:
-    """Draw the figures, and put the table between its marks in PAGE."""
+    """Draw the figures, and put the table between its marks."""
     record.draw(place(length), known)
     start = f"<!-- {place(length).name} -->"
     end = f"<!-- /{place(length).name} -->"
-    put(PAGE, start, table(known), end)
+    put(NOTES / "answers.md", start, table(known), end)
 
 
 def main() -> None:

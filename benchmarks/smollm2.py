@@ -10,7 +10,7 @@ which also takes the time to measure them. Of the text a tenth is held out. Perp
 windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading of 256 tokens after
 512 (four passages) or 2,048 others (three); bytes are of caches in float32. What a token costs is CPU time of one
 thread beside the teacher's, in turn, after contexts that are set and not read (decode.py). Writes
-benchmarks/results/smollm2.{json,png} and the table in docs/results.md.
+benchmarks/results/smollm2.{json,png} and the table in docs/research/students.md.
 """
 
 import json
@@ -55,7 +55,7 @@ from hf_memory.files.text import Text  # noqa: E402
 from hf_memory.progress import Progress  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
-PAGE = ROOT / "docs" / "results.md"
+NOTES = ROOT / "docs" / "research"  # pages with tables that scripts write
 WORK = ROOT / "runs" / "smollm2"
 SLOTS = ROOT / "recipes" / "smollm2-slots.yaml"
 BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how many passages
@@ -79,7 +79,7 @@ COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
     "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
 }
 START = "<!-- smollm2 -->"
-END = "<!-- /smollm2 -->"  # around the table of PAGE
+END = "<!-- /smollm2 -->"  # around the table
 DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
 
@@ -455,7 +455,7 @@ def write(about: dict, rows: dict[str, dict], order: Iterable[str]) -> None:
     rows = {name: rows[name] for name in order if name in rows}
     RESULTS.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     draw(rows)
-    put(PAGE, START, table(rows), END)
+    put(NOTES / "students.md", START, table(rows), END)
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -18,7 +18,7 @@ from hf_memory.cli import load
 from hf_memory.modeling.gates import TABLES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKED = [
     *PAGES,
     ROOT / "CONTRIBUTING.md",
@@ -26,7 +26,14 @@ LINKED = [
     *ROOT.glob("model_cards/*/README.md"),
 ]
 PUBLIC = (hf_memory, modeling, serving, decoding, conversion, evaluation, export, ops, cache)
-every_page = pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+
+
+def name_of(page: Path) -> str:
+    """The path of a page in the repository, without its ending."""
+    return page.relative_to(ROOT).with_suffix("").as_posix()
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=[name_of(page) for page in PAGES])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -81,9 +88,7 @@ def run_page(tmp_path, monkeypatch):
         table.update(gates[config])
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
 def test_code_runs(page, run_page):
     run_page(page)
 
@@ -114,7 +119,7 @@ def test_targets_of_make_exist(page):
             assert f"\n{words[1]}:" in makefile
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda page: f"{page.parent.name}-{page.stem}")
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
 def test_links_lead_to_files(page):
     for link in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / link).exists(), link
@@ -136,7 +141,7 @@ def test_pictures_are_those_of_the_script():
 
 
 def test_the_reference_has_every_public_name():
-    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
     families = "".join(f"`{x.__name__}`\n" for family in hf_memory.FAMILIES for x in family[:5])
     page = page.replace("<!-- families -->", families)  # as docs/hooks.py does
     described = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)

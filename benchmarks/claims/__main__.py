@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def write_page() -> None:
-    """Write docs/claims.md, and the table in README."""
+    """Write docs/research/claims.md, and the table of verdicts in docs/research/index.md."""
     for file, text in texts(CLAIMS.values()).items():
         write(file, text)
 

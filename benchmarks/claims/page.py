@@ -1,4 +1,4 @@
-"""docs/claims.md and the short table in README, from the claims' texts and results."""
+"""docs/research/claims.md, and the table of verdicts in docs/research/index.md, from the claims' texts and results."""
 
 import re
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from claim import RESULTS, Claim, Rows
 
-ROOT = Path(__file__).parents[2]
+NOTES = Path(__file__).parents[2] / "docs" / "research"
 HEAD = """# Claims: does each memory do what its paper says?
 
 Small models on one CPU core, with several seeds for most figures. `make claims` runs all claims and continues where it
@@ -17,17 +17,17 @@ found and others were not; the section of the claim says which.
 
 
 def texts(claims: Iterable[Claim]) -> dict[Path, str]:
-    """Both files, from what is finished; README has a line for each verdict, and the page the figures."""
+    """Both files, from what is finished; the summary has a line for each verdict, and the page the figures."""
     found = {claim.name: (claim, claim.rows()) for claim in claims}.values()
     summary = [summary_row(claim, rows) for claim, rows in found]
-    here = [{**row, "claim": row["claim"].replace("docs/claims.md", "")} for row in summary]
+    here = [{**row, "claim": row["claim"].replace("claims.md", "")} for row in summary]
     page = "\n".join([HEAD, markdown(here), "", *(section(claim, rows) for claim, rows in found)])
-    readme = ROOT / "README.md"
+    summary_page = NOTES / "index.md"
     between = re.compile(r"(<!-- claims -->\n).*?(<!-- /claims -->)", re.DOTALL)
-    table = between.sub(
-        lambda found: f"{found[1]}\n{markdown(by_verdict(summary))}\n{found[2]}", readme.read_text()
-    )
-    return {ROOT / "docs" / "claims.md": page, readme: table}
+    verdicts = markdown(by_verdict(summary))
+    written = summary_page.read_text(encoding="utf-8")
+    table = between.sub(lambda found: f"{found[1]}\n{verdicts}\n\n{found[2]}", written)
+    return {NOTES / "claims.md": page, summary_page: table}
 
 
 def by_verdict(summary: Rows) -> Rows:
@@ -63,7 +63,7 @@ def summary_row(claim: Claim, rows: Rows) -> dict:
     """A claim in one line."""
     verdict, why = judged(claim, rows)
     return {
-        "claim": f"[{claim.title}](docs/claims.md#{anchor(claim.title)})",
+        "claim": f"[{claim.title}](claims.md#{anchor(claim.title)})",
         "verdict": f"**{verdict}**",
         "figures": why,
     }
@@ -87,7 +87,7 @@ def section(claim: Claim, rows: Rows) -> str:
     if rows:
         parts.append(markdown(claim.table(rows)))
     if (RESULTS / f"{claim.name}.png").exists():
-        parts.append(f"![{claim.title}](../benchmarks/results/claims/{claim.name}.png)")
+        parts.append(f"![{claim.title}](../../benchmarks/results/claims/{claim.name}.png)")
     parts.append(f"`python benchmarks/claims {claim.name}`: {claim.minutes:g} minutes of one core.")
     return "\n\n".join(parts) + "\n"
 
