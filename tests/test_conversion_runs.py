@@ -52,8 +52,7 @@ def kill_and_convert(folder):
     moments = random.Random(0)
     checkpoints = folder / "killed" / "checkpoints"
     for stage, kills in (
-        ("placement", 1),
-        ("transfer", 3),
+        ("transfer", 4),
         ("distillation", 3),
         ("fine_tuning", 3),
     ):
@@ -220,6 +219,16 @@ def test_checkpoints_of_another_run_are_refused(tmp_path, teacher, tokens, chang
         ValueError, match=f"checkpoints must be of the same run, got .* with another {name}$"
     ):
         convert(teacher(), tokens, run=Run(tmp_path), **short | change)
+
+
+def test_checkpoints_of_a_run_that_keeps_another_share_of_the_heads_are_refused(tmp_path):
+    one_step = SCHEDULE._replace(steps=1)
+    recipe = {"to": "attention", "transfer": one_step, "distillation": one_step}
+    convert(make_teacher(), text(), run=Run(tmp_path), keep="heads:1/4", sliding_window=6, **recipe)
+    with pytest.raises(ValueError, match="with another keep"):
+        convert(
+            make_teacher(), text(), run=Run(tmp_path), keep="heads:1/2", sliding_window=6, **recipe
+        )
 
 
 class Worsen(TrainerCallback):

@@ -6,11 +6,11 @@ import torch
 from cases import random_tokens
 from comparing import in_float64
 from hf_memory.conversion import (
+    Keep,
     Recipe,
     Run,
     Schedule,
     carry_over,
-    kept_layers,
     make_student,
     resolve,
     smallest_student,
@@ -26,7 +26,6 @@ from hf_memory.conversion.students.heads import (
     ranked,
     window_divergences,
 )
-from hf_memory.conversion.students.placement import share_count
 from hf_memory.evaluation import bytes_per_token
 from hf_memory.files.text import Text
 from teachers import convert, make_teacher, same
@@ -52,14 +51,14 @@ BOTH_STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
     ],
 )
 def test_words_for_layers(keep, num_layers, layers):
-    assert kept_layers(keep, num_layers) == layers
+    assert Keep.parse(keep).layers_of(num_layers) == layers
 
 
 @pytest.mark.parametrize(
     ("keep", "count"), [("auto", 2), ("auto:1/2", 5), ("auto:1/99", 1), ("1/4", 0), ((0,), 0)]
 )
 def test_how_many_layers_auto_keeps(keep, count):
-    assert share_count("auto", keep, 10) == count
+    assert Keep.parse(keep).count(10) == count
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,19 @@ def test_how_many_layers_auto_keeps(keep, count):
 )
 def test_wrong_words_are_explained(keep, message):
     with pytest.raises(ValueError, match=message):
-        kept_layers(keep, 4)
+        Keep.parse(keep).layers_of(4)
+
+
+@pytest.mark.parametrize("words", ["none", "0,3", "1/4", "auto", "auto:1/8", "heads:1/11"])
+def test_what_is_kept_is_written_as_it_was_read(words):
+    assert str(Keep.parse(words)) == words
+
+
+def test_what_is_kept_is_one_value_however_it_is_written():
+    assert Keep.parse("auto") == Keep.parse("auto:2/8")
+    assert Keep.parse("none") == Keep.parse(())
+    assert Keep.parse("3,0") == Keep.parse([0, 3, 3])
+    assert Recipe(keep="1/2") == Recipe(keep=Keep.parse("1/2"))
 
 
 def test_layers_come_by_the_sum_of_their_heads_and_not_by_their_best_head():
@@ -252,7 +263,7 @@ def test_the_smallest_student_that_reaches_a_goal_is_found():
     tokens = random_tokens(1, 400)[0]
     recipe = Recipe(options={"sliding_window": 6})
     far = smallest_student(recipe, 10.0, teacher, tokens)
-    assert [x.recipe.keep for x in far] == ["heads:1/25"]
+    assert [str(x.recipe.keep) for x in far] == ["heads:1/25"]
     near = smallest_student(recipe, far[0].kl * 0.99, teacher, tokens)
     assert [x.cache for x in near] == sorted(x.cache for x in near)
     assert all(x.kl > far[0].kl * 0.99 for x in near[:-1])

@@ -168,7 +168,7 @@ def _convert(job: Job) -> Made | None:
     if not processes.is_main_process:
         return None
     if heads := made.plan.chosen:
-        title = f"key-value heads that keep everything, by their {conversion.HEAD_SCORES[made.plan.ranking]}"
+        title = f"key-value heads that keep everything, by their {conversion.HEAD_SCORES[made.plan.keep.ranking]}"
         print_table([(f"{x.layer}/{x.head}", f"{x.score:.3f}") for x in heads], HEADS, title=title)
     return Made(made.student, made.plan, made.losses, partial(_rows, job, made, model, quantized))
 

@@ -98,12 +98,8 @@ class Flags(NamedTuple):
 
     def _content(self, recipe: Recipe) -> str:
         option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
-        keep = (
-            recipe.keep
-            if isinstance(recipe.keep, str)
-            else ",".join(map(str, recipe.keep or ())) or "none"
-        )
-        values = {**self.values, **vars(recipe), "keep": keep, "option": option or None}
+        values = {**self.values, **vars(recipe), "option": option or None}
+        values["keep"] = str(recipe.keep)
         values |= {name: x._asdict() for name, x in recipe.schedules.items()}
         described = {
             _names(x)[0].replace("_", "-"): str(values[x.name])

@@ -13,6 +13,7 @@ from hf_memory.conversion.convert import Conversion, convert, untrained_student
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.describe import plan_rows
 from hf_memory.conversion.goal import smallest_student
+from hf_memory.conversion.keep import KEEP_WORDS, Keep
 from hf_memory.conversion.other_libraries import import_mixer, import_model, rwkv7_config
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
 from hf_memory.conversion.recipe import Recipe, Schedule
@@ -25,7 +26,6 @@ from hf_memory.conversion.stages.trainer import train
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import SERVABLE, STUDENTS, make_student
 from hf_memory.conversion.students.heads import HEAD_SCORES
-from hf_memory.conversion.students.placement import KEEP_WORDS, kept_layers
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.conversion.teachers import TEACHERS, Teacher
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
@@ -48,6 +48,7 @@ __all__ = [
     "TEACHERS",
     "CarriedWeights",
     "Conversion",
+    "Keep",
     "Plan",
     "Recipe",
     "Results",
@@ -69,7 +70,6 @@ __all__ = [
     "fine_tune",
     "import_mixer",
     "import_model",
-    "kept_layers",
     "load_config",
     "load_quantized",
     "load_teacher",

@@ -148,7 +148,7 @@ def ranked_heads(
         plan: a plan that keeps heads, or layers because of their heads.
         report: is called with the progress.
     """
-    if plan.ranking == "retrieval":
+    if plan.keep.ranking == "retrieval":
         return rank_heads_by_retrieval(teacher, tokens)
     config: Any = plan.student
     window = (config.sliding_window or WINDOW) + sum(config.kept_tokens) // config.num_hidden_layers

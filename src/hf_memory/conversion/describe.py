@@ -200,7 +200,7 @@ def story(plan: Plan) -> list[str]:
             ]
         if plan.heads:
             told += [
-                f"Heads that keep everything were chosen by their {HEAD_SCORES[plan.ranking]}."
+                f"Heads that keep everything were chosen by their {HEAD_SCORES[plan.keep.ranking]}."
             ]
         told += [_stage_sentence(stage, plan) for stage in plan.stages] or [
             "It was not trained after that."
@@ -292,18 +292,16 @@ def _kept(plan: Plan) -> str:
         reach = f", of the last {longest:,} tokens" if longest else ""
         return f"key-value heads {', '.join(named)} (layer/head){reach}"
     layers = ", ".join(map(str, plan.kept)) or "none"
-    words = plan.recipe.keep
-    are_numbers = not isinstance(words, str) or words == layers.replace(" ", "")
-    return layers if are_numbers else f"{layers} ({words})"
+    return layers if plan.keep.kind == "layers" else f"{layers} ({plan.keep})"
 
 
 def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.ranked:
         yield "attention kept", f"in {plan.ranked} layers"
-        yield "", f"ranked by their heads' {HEAD_SCORES[plan.ranking]}"
+        yield "", f"ranked by their heads' {HEAD_SCORES[plan.keep.ranking]}"
     elif plan.ranked_heads:
         yield "attention kept", f"in {plan.ranked_heads} key-value heads"
-        yield "", f"ranked by their {HEAD_SCORES[plan.ranking]}"
+        yield "", f"ranked by their {HEAD_SCORES[plan.keep.ranking]}"
     elif plan.recipe.to is not None:
         layers = ", ".join(map(str, plan.kept)) or "in no layer"
         yield (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.claims import check_claimable
+from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.recipe import Recipe, Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import loss_name
@@ -29,8 +30,7 @@ from hf_memory.conversion.students import (
     student_config,
     usual_window,
 )
-from hf_memory.conversion.students.heads import HEAD_SCORES, HeadScore, by_layer, layers_by_heads
-from hf_memory.conversion.students.placement import kept_layers, share_count
+from hf_memory.conversion.students.heads import HeadScore, by_layer, layers_by_heads
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
@@ -108,10 +108,9 @@ class Plan:
         )
 
     @property
-    def ranking(self) -> str:
-        """By what heads, and layers with them, are ranked, a name in HEAD_SCORES."""
-        given = [word for word in HEAD_SCORES if share_count(word, self.recipe.keep, 1)]
-        return given[0] if given else "heads"
+    def keep(self) -> Keep:
+        """What keeps its attention; no layer of a model that is fine-tuned, which has all that it had."""
+        return Keep.parse(self.recipe.keep or ())
 
     def later(self, stage: Stage) -> float:
         """About how much work follows a stage, in multiples of its own: tokens times the weights that they meet."""
@@ -161,7 +160,7 @@ class Plan:
         recipe = {
             x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name != "options"
         }
-        kept = self.recipe.keep if self.ranked else self.kept
+        kept = str(self.keep) if self.keep.is_ranked else self.kept
         return recipe | {"keep": kept, **self.recipe.options, **run.training}
 
 
@@ -199,9 +198,10 @@ def resolve(
     if scorer is not None:
         check_tokens(tokens, scorer, recipe.distillation.length)
     changed = changed_layers(_bare(recipe, teacher), teacher)
-    ranked = share_count("auto", recipe.keep, len(changed))
-    heads = _num_heads(recipe, len(changed) * teacher.num_key_value_heads)
-    kept = () if ranked or heads else kept_layers(recipe.keep, teacher.num_hidden_layers)
+    keep = _keep_of(recipe)
+    ranked = 0 if keep.is_heads else keep.count(len(changed))
+    heads = keep.count(len(changed) * teacher.num_key_value_heads) if keep.is_heads else 0
+    kept = () if keep.is_ranked else keep.layers_of(teacher.num_hidden_layers)
     probable = tuple(changed[:ranked]) or kept  # sizes do not depend on which layers they are
     if heads:
         places = [(layer, head) for layer in changed for head in range(teacher.num_key_value_heads)]
@@ -250,14 +250,14 @@ def resolve(
     )
 
 
-def _num_heads(recipe: Recipe, count: int) -> int:
-    """How many of `count` heads keep everything."""
-    return max(share_count(word, recipe.keep, count) for word in HEAD_SCORES)
+def _keep_of(recipe: Recipe) -> Keep:
+    assert isinstance(recipe.keep, Keep)  # `fitting` has given it one
+    return recipe.keep
 
 
 def _bare(recipe: Recipe, teacher: PreTrainedConfig) -> MemoryConfig:
     """The config of a student that keeps no layer and no head."""
-    if _num_heads(recipe, 1):
+    if _keep_of(recipe).is_heads:
         return _with_heads(recipe, teacher, ())
     return student_config(teacher, str(recipe.to), (), recipe.options)
 
@@ -275,7 +275,7 @@ def _with_heads(
             teacher, str(recipe.to), (), recipe.options
         )  # where the fault is in the options, it says so
         raise ValueError(
-            f"keep must be layers for a student of this kind, got {recipe.keep!r}: {error}"
+            f"keep must be layers for a student of this kind, got {str(recipe.keep)!r}: {error}"
         ) from error
 
 

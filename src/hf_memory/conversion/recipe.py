@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_type_hints
 
+from hf_memory.conversion.keep import Keep
 from hf_memory.modeling.checks import LARGEST, check, check_type
 
-Keep = Collection[int] | str
 MAX_SEED = 2**32 - 4  # NumPy's largest seed, minus one for each stage
 
 
@@ -110,7 +110,7 @@ class Recipe:
         to: the student's memory, a name in STUDENTS; `"attention"` for a student without one, whose layers have
             attention over a window; None to fine-tune a model and leave its architecture as it is.
         keep: what keeps the teacher's attention; default: `"heads:1/11"`, or `"none"` for families whose layers cannot
-            have windows. Layer numbers, counted from 0, or words, see KEEP_WORDS. `"heads:1/10"` keeps no whole layer;
+            have windows. Layer numbers, counted from 0, or words; it becomes a `Keep`. `"heads:1/10"` keeps no layer;
             instead a tenth of all key-value heads keep all their keys and values, those that the teacher's predictions
             need most, see `rank_heads_by_predictions`. The other heads have what options say, see `usual_window`: by
             default a window of 64 tokens, four first ones and 172 others that received attention, or with a memory of
@@ -139,7 +139,7 @@ class Recipe:
     """
 
     to: str | None = "attention"
-    keep: Keep = None  # type: ignore[assignment]  # until `fitting`
+    keep: Keep | str | Collection[int] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     spread_kept: bool = False
     transfer: Schedule = TRANSFER_SCHEDULE
@@ -152,7 +152,11 @@ class Recipe:
     teacher_bits: int | None = None
     seed: int = 0
 
-    def fitting(self, keep: Keep, longest: int) -> "Recipe":
+    def __post_init__(self) -> None:
+        if self.keep is not None:
+            object.__setattr__(self, "keep", Keep.parse(self.keep))
+
+    def fitting(self, keep: str, longest: int) -> "Recipe":
         """The recipe with this default for `keep`, and with windows of default lengths that have at most `longest`."""
         usual = {"transfer": TRANSFER_SCHEDULE, "distillation": DISTILLATION_SCHEDULE}
         given = {name: getattr(self, name) for name in usual}
@@ -175,9 +179,6 @@ class Recipe:
     def check(self) -> None:
         """Raise ValueError if a value is wrong for every teacher and text."""
         check(isinstance(self.options, Mapping), "options", "names with values", self.options)
-        are_layers = isinstance(self.keep, Collection) and all(type(x) is int for x in self.keep)
-        is_keep = self.keep is None or isinstance(self.keep, str) or are_layers
-        check(is_keep, "keep", "words or numbers of layers", self.keep)
         for name, kind in get_type_hints(Recipe).items():
             has_default_later = name == "train" and self.train is None
             if name not in ("options", "keep") and not has_default_later:

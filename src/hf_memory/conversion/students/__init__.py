@@ -1,14 +1,13 @@
 """Students: the families that a teacher can be converted into, and preset options for each of them."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.cache import LAYER_TYPES
-from hf_memory.conversion.recipe import Keep
-from hf_memory.conversion.students.placement import kept_layers
+from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.teachers import shared_options
 from hf_memory.evaluation import layer_types
 from hf_memory.files.names import nearest
@@ -174,21 +173,26 @@ def changed_layers(config: PreTrainedConfig, teacher: PreTrainedConfig) -> list[
 
 
 def make_student(
-    teacher: PreTrainedModel, to: str = "attention", *, keep: Keep = (), seed: int = 0, **options
+    teacher: PreTrainedModel,
+    to: str = "attention",
+    *,
+    keep: Keep | str | Collection[int] = (),
+    seed: int = 0,
+    **options,
 ) -> MemoryForCausalLM:
     """A student with the sizes of its teacher and random weights; `carry_over` then copies the teacher's weights.
 
     Args:
         teacher: a causal language model of a type in TEACHERS.
         to: the student's family, a name in STUDENTS.
-        keep: the layers that keep the teacher's attention, as numbers or words; see `kept_layers`.
+        keep: the layers that keep the teacher's attention, as numbers or words; see `Keep.parse`.
         seed: seed for the random weights.
         **options: fields of the family's config, such as `gate`, which replace the presets of a student.
 
     Raises:
         ValueError: if the teacher or the family is not supported, or a layer does not exist.
     """
-    kept = kept_layers(keep, teacher.config.num_hidden_layers)
+    kept = Keep.parse(keep).layers_of(teacher.config.num_hidden_layers)
     return build(student_config(teacher.config, to, kept, options), teacher, seed)
 
 
