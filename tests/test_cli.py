@@ -181,7 +181,7 @@ def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text
 
 def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):
     student = tmp_path / "student"
-    code, out, _ = run(
+    code, *_ = run(
         "convert",
         teacher,
         "--text",
