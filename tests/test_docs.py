@@ -126,7 +126,7 @@ def test_links_lead_to_files(page):
 
 
 def test_a_run_file_has_the_names_of_flags(tmp_path):
-    (block,) = blocks(ROOT / "docs" / "convert.md", "yaml")
+    (block,) = blocks(ROOT / "docs" / "convert_choices.md", "yaml")
     (tmp_path / "run.yaml").write_text(block, encoding="utf-8")
     flags = ["--config", str(tmp_path / "run.yaml"), "--output", "student"]
     assert load("convert").make_context("convert", flags).params["teacher_bits"] == 8

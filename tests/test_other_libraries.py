@@ -539,11 +539,11 @@ def test_a_folder_of_another_library_is_imported(tmp_path):
 
 
 def test_the_page_imports_a_folder(tmp_path, tokenizer, monkeypatch):
-    """The code of docs/convert.md, where the folder that it names exists."""
+    """The code of docs/from_fla.md, where the folder that it names exists."""
     save_gla(tmp_path / "gla")
     tokenizer.save_pretrained(tmp_path / "gla")
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[1] / "docs" / "convert.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "from_fla.md").read_text(encoding="utf-8")
     (code,) = (
         x
         for x in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
