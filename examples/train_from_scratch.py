@@ -56,5 +56,5 @@ others = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "pa
 model = hf_memory.DeltaNetForCausalLM(hf_memory.DeltaNetConfig(gate="scalar", **shape, **others))
 print(f"{model.num_parameters():,} parameters, {len(rows):,} rows of {sizes.length} tokens")
 trainer = Trainer(model, training, train_dataset=rows, processing_class=tokenizer)
-trainer.train()
+trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
 trainer.save_model()  # with the tokenizer
