@@ -61,28 +61,28 @@ def draw_quality(axes: Axes, students: dict) -> None:
         axes.annotate(heads, (cache, 87), ha="center", va="bottom", fontsize=8, color="dimgray")
     axes.set_xlim(0, 14)
     axes.set_ylim(86.8, 93)
-    axes.set_xlabel("cache after 8,192 tokens, % of the teacher's")
+    axes.set_xlabel("cache at 8k tokens, % of the teacher's")
 
 
 def main() -> None:
     """Draw the three panels."""
     decode = json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))
     quality = json.loads((RESULTS / "quality_by_cache.json").read_text(encoding="utf-8"))
-    figure, (time, cache, near) = plt.subplots(1, 3, figsize=(13, 3.4), layout="constrained")
+    figure, (time, cache, near) = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
     by_context = decode["after"]["by_context"]
     draw_costs(time, by_context, "ms", 1, {"Gated DeltaNet": -2})
     time.set_ylim(0, None)
-    time.set_title("time of a token, ms of one CPU core", fontsize=10)
+    time.set_title("time of a token, ms", fontsize=10)
     draw_costs(cache, by_context, "cache_bytes", 1e6, {"window, heads": -6, "hybrid": 4})
     cache.set_title("size of the cache, MB", fontsize=10)
     cache.set_yscale("log")
     cache.set_yticks([5, 50, 500], ["5", "50", "500"])
     draw_quality(near, quality["students"])
-    near.set_title("next tokens on which student and teacher agree, %", fontsize=10)
+    near.set_title("same next token as the teacher, %", fontsize=10)
     for axes in (time, cache, near):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
-    figure.savefig(RESULTS / "overview.png", dpi=100)
+    figure.savefig(RESULTS / "overview.png", dpi=130)
 
 
 if __name__ == "__main__":
