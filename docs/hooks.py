@@ -1,4 +1,4 @@
-"""What the site adds to its pages: families, files that they link to outside docs/, types without Markdown's marks.
+"""What the site adds to its pages: what generated.py writes, files that they link to outside docs/, plain types.
 
 When it is built, each link, anchor and picture that leads into the site must lead somewhere.
 """
@@ -9,14 +9,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from generated import PLACES, command_pages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-from hf_memory import FAMILIES
-
 ROOT = Path(__file__).resolve().parent.parent
 TYPE = re.compile(r"<code>`[^<]*</code>")
-OPTIONS = "options: {members: false, heading_level: 4}"  # of a section
 DOCS, ELSEWHERE = (
     "docs/",
     "repository/",
@@ -38,6 +36,8 @@ def on_files(files, config):
             files.append(File.generated(config, ELSEWHERE + path, abs_src_path=str(ROOT / path)))
             if path.endswith(".md"):
                 unread.append(path)
+    for name, text in command_pages():
+        files.append(File.generated(config, f"reference/commands/{name}.md", content=text))
     return files
 
 
@@ -47,7 +47,7 @@ def in_repository(page: str, link: str) -> str:
 
 
 def on_page_markdown(markdown, page, **_):
-    """Let links lead to where the site has the files, and describe the families where their place is."""
+    """Let links lead to where the site has the files, and write what is generated where its place is."""
     uri = page.file.src_uri
     source = uri.removeprefix(ELSEWHERE) if uri.startswith(ELSEWHERE) else DOCS + uri
 
@@ -56,17 +56,11 @@ def on_page_markdown(markdown, page, **_):
         target = path.removeprefix(DOCS) if path.startswith(DOCS) else ELSEWHERE + path
         return f"]({posixpath.relpath(target, posixpath.dirname(uri) or '.')}"
 
-    return LINK.sub(rewritten, markdown).replace("<!-- families -->", "\n\n".join(sections()))
-
-
-def sections():
-    """A section for each family: its model classes, and the options of its config."""
-    for family in FAMILIES:
-        name = family.config.__name__
-        models = ", ".join(
-            f"`{model.__name__}`" for model in (family.model, family.causal_lm, *family[3:5])
-        )
-        yield f"### {name.removesuffix('Config')}\n\n{models}\n\n::: hf_memory.{name}\n    {OPTIONS}"
+    text = LINK.sub(rewritten, markdown)
+    for place, generated in PLACES.items():
+        if place in text:
+            text = text.replace(place, generated())
+    return text
 
 
 def on_page_content(html, **_):

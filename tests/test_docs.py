@@ -5,6 +5,7 @@ import json
 import pkgutil
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -141,9 +142,10 @@ def test_pictures_are_those_of_the_script():
 
 
 def test_the_reference_has_every_public_name():
-    page = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    page = "\n".join(x.read_text(encoding="utf-8") for x in pages)
     families = "".join(f"`{x.__name__}`\n" for family in hf_memory.FAMILIES for x in family[:5])
-    page = page.replace("<!-- families -->", families)  # as docs/hooks.py does
+    page = page.replace("<!-- families -->", families)  # as docs/generated.py does
     described = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
     objects = {path: pkgutil.resolve_name(path) for path in described}
     assert [
@@ -156,6 +158,13 @@ def test_the_reference_has_every_public_name():
         for name in module.__all__
         if name not in names
     ] == []
+
+
+def test_the_reference_has_every_option_of_every_command(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    for name, page in import_module("generated").command_pages():
+        shown = [option for x in load(name).params if not x.hidden for option in x.opts]
+        assert [option for option in shown if option.startswith("--") and option not in page] == []
 
 
 @pytest.fixture
