@@ -113,9 +113,33 @@ def test_what_changes_the_memory_of_a_stage():
     assert again.parts["activations"] < whole.parts["activations"]
     assert again.flops > whole.flops
     assert alone.parts["activations"] == pytest.approx(whole.parts["activations"] / 2, rel=0.1)
-    (shared,) = costs(plan, processes=2)
-    assert shared.parts["optimizer"] == whole.parts["optimizer"] / 2
+
+
+def test_processes_share_models_and_rows():
+    plan = plan_of(make_teacher(), to="attention", train="all", options={"sliding_window": 8})
+    (whole,) = costs(plan)
+    (shared,) = costs(plan, processes=ROWS)
+    (row,) = costs(plan, {"gradient_accumulation_steps": ROWS})
+    for name in ("student", "teacher", "optimizer", "gradients"):
+        assert shared.parts[name] == whole.parts[name] / ROWS
+    for name in ("activations", "logits"):
+        assert shared.parts[name] == row.parts[name] < whole.parts[name]
     assert shared.flops == pytest.approx(whole.flops)
+
+
+def test_logits_are_held_with_their_gradients():
+    """Both models' logits with the gradients of their difference, and in fine-tuning those of all tokens in float32."""
+    stages = {"transfer": SCHEDULE, "fine_tuning": SCHEDULE}
+    plan = plan_of(make_teacher(), to="deltanet", keep="none", **stages)
+    matrix = 4 * plan.student.vocab_size * ROWS * LENGTH
+    head = 4 * plan.student.vocab_size * plan.student.hidden_size
+    for half, size in ((False, matrix), (True, matrix / 2)):
+        transfer, distillation, fine_tuning = costs(plan, {"bf16": half})
+        assert transfer.parts["logits"] == 0
+        students = teachers = size
+        gradients = 2 * size
+        assert distillation.parts["logits"] == students + teachers + gradients + head
+        assert fine_tuning.parts["logits"] == students + 2 * matrix
 
 
 def test_a_servable_plan_has_costs():

@@ -122,6 +122,7 @@ EXACT = (
         ),
     ),
     Line("granite", Case("smollm3", GATED, {**STUDENT, **HYBRID, "no_rope_layers": [1, 1, 1, 0]})),
+    Line("granite", Case("scale", GATED, {**STUDENT, **HYBRID, "query_pre_attn_scalar": 20})),
     Line("granite", Case("new", GATED, MAMBA)),
     Line(
         "granite",
@@ -157,6 +158,20 @@ EXACT = (
     Line(
         "granite_swa",
         Case("windows", TRANSFORMER, {**WINDOWS, "mlp_bias": True, "embedding_multiplier": 2.0}),
+    ),
+    Line(
+        "granite_swa",
+        Case(
+            "multipliers",
+            TRANSFORMER,
+            {
+                **SINKS,
+                **WINDOWS,
+                "residual_multiplier": 0.5,
+                "query_pre_attn_scalar": 20,
+                "hidden_act": "gelu",
+            },
+        ),
     ),
     Line(
         "granite_swa",

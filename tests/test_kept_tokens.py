@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from cases import random_tokens
 from hf_memory.conversion import Recipe, Schedule, convert, plan_rows, resolve
@@ -69,6 +70,18 @@ def test_layers_are_measured_as_students_that_keep_so_many(monkeypatch):
     for kept, found in zip(([8, 8], [2, 8], [20, 8], [8, 2], [8, 20]), seen, strict=True):
         with torch.no_grad():
             assert torch.equal(found, make(teacher, num_kept_tokens=kept)(tokens[None]).logits[0])
+
+
+def test_a_layer_that_keeps_everything_leaves_the_others_their_places(monkeypatch):
+    """The last layer gains from more tokens, and the middle one loses nothing by fewer."""
+    config = make_teacher("llama").config
+    config.num_hidden_layers = 3
+    teacher = AutoModelForCausalLM.from_config(config).eval()
+    student = make(teacher, full_attention_heads=[[0, 1], [], []])
+    measured = iter([8.0, 8.0, 8.0, 9.0, 4.0])
+    monkeypatch.setattr(kept_tokens, "divergence", lambda *_: torch.tensor(next(measured)))
+    found = spread_kept_tokens(student, teacher, random_tokens(3 * T), length=T)
+    assert found == [8, 2, 14]
 
 
 def test_a_student_whose_layers_keep_different_numbers():

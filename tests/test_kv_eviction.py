@@ -172,7 +172,7 @@ def test_first_tokens_stay_although_no_query_attends_to_them(backend, first):
 OPTIONS = {
     "sliding_window": 3,
     "num_sink_tokens": 2,
-    "num_kept_tokens": [4, 5],
+    "num_kept_tokens": [5, 4],
     "kept_block_size": 2,
 }
 BESIDE = {
@@ -192,7 +192,7 @@ def test_a_layer_keeps_the_tokens_that_its_config_says(beside, pieces):
     first = options["num_sink_tokens"]
     memory = KVEviction(size=3, first=first, kept=4, block=2)
     model = _model(options)
-    mixer = model.model.layers[0].mixer
+    mixer = model.model.layers[1].mixer
     x = torch.randn(1, 60, 32, dtype=torch.float64)
     q, k, v = (y[0] for y in mixer.project_heads(x, None))
     softcap = options.get("attn_logit_softcapping")
@@ -229,7 +229,7 @@ def _stands_beside(mixer, beside, q, head):
 
 
 def _model(options):
-    torch.manual_seed(0)
+    torch.manual_seed(2)
     kinds = {"layer_types": ["sliding_heads"] * 2}
     model = MemoryTransformerForCausalLM(
         MemoryTransformerConfig(**SIZES, **kinds, **options, position="none")

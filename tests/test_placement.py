@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from cases import random_tokens
 from comparing import in_float64
@@ -256,6 +257,22 @@ def test_heads_that_predictions_need_are_ranked_on_passages_longer_than_the_wind
     assert rank_heads_by_predictions(teacher, tokens, window=400) == rank_heads_by_retrieval(
         teacher, tokens
     )
+
+
+@pytest.mark.parametrize("length", [16, 32])
+def test_a_goal_is_a_distance_on_windows_of_the_length_of_training(length):
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
+    schedule = SCHEDULE._replace(length=length)
+    stages = {"transfer": schedule._replace(steps=0), "distillation": schedule._replace(steps=0)}
+    options = {"sliding_window": 6}
+    (found,) = smallest_student(Recipe(options=options, **stages), 10.0, teacher, tokens)
+    made = convert(teacher, tokens, to=found.recipe.to, keep=found.recipe.keep, **stages, **options)
+    rows = tokens[-6 * length :].view(6, length)
+    with torch.no_grad():
+        logits = [model(rows).logits[:, :-1].log_softmax(-1) for model in (made.student, teacher)]
+    kl = F.kl_div(*logits, reduction="none", log_target=True).sum(-1).mean().item()
+    assert found.kl == pytest.approx(kl, rel=1e-4)
 
 
 def test_the_smallest_student_that_reaches_a_goal_is_found():
