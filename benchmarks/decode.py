@@ -69,7 +69,7 @@ STUDENTS = {
         "gate": "scalar",
         "keep": tuple(range(3, SHAPE["num_hidden_layers"], 4)),
     },
-    "window, heads": {  # as convert --keep-attention heads:1/10 makes it
+    "window, heads": {  # as convert --keep heads:1/10 makes it
         "to": "deltanet",
         "sliding_window": 64,
         "num_sink_tokens": 4,

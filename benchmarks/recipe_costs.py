@@ -2,7 +2,7 @@
 
     python benchmarks/recipe_costs.py
 
-It is what `hf-memory convert --config RECIPE --dry-run --device h100` prints, without teacher, tokenizer and text.
+It is what `hf-memory convert --config RECIPE --dry-run --gpu h100` prints, without teacher, tokenizer and text.
 """
 
 import json
@@ -39,7 +39,7 @@ def row(name: str, sizes: dict) -> list[str]:
     }
     pairs = [f"{k}={str(v).lower()}" for k, v in run.get("option", {}).items()]
     flags = StudentFlags(
-        keep=run["keep-attention"], option=pairs, servable=run.get("servable", False), **stages
+        keep=run["keep"], option=pairs, servable=run.get("servable", False), **stages
     )
     teacher = AutoConfig.for_model(**sizes)
     plan = resolve(flags.recipe(), teacher, torch.zeros(4096, dtype=torch.long))

@@ -63,12 +63,11 @@ def command_pages() -> Iterator[tuple[str, str]]:
         context = command.make_context(name, [], resilient_parsing=True)
         usage = " ".join(["hf-memory", name, *command.collect_usage_pieces(context)])
         panels: dict[str, list[str]] = {}
-        for option in command.params:
-            if not option.hidden:
-                kind = "Arguments" if option.param_type_name == "argument" else "Options"
-                panel = panels.setdefault(option.rich_help_panel or kind, [])
-                written, text = option.get_help_record(context)
-                panel.append(f"- `{written}`: {plain(text)}")
+        for option in command.in_groups():
+            kind = "Arguments" if option.param_type_name == "argument" else "Options"
+            panel = panels.setdefault(option.rich_help_panel or kind, [])
+            written, text = option.get_help_record(context)
+            panel.append(f"- `{written}`: {plain(text)}")
         parts = [f"# {name}", plain(command.help), f"```text\n{usage}\n```"]
         for panel, options in panels.items():
             parts += [f"## {panel}", "\n".join(options)]

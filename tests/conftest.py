@@ -70,12 +70,16 @@ def wide_console(monkeypatch):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, wide_console):
+def run(monkeypatch, capsys, wide_console, tmp_path_factory):
     """Types a command; returns its exit code, what it printed, and its errors."""
+    unscored = tmp_path_factory.mktemp("settings") / "unscored.yaml"
+    unscored.write_text("items: 0")  # answers are scored where a test asks for it
 
     def type_command(*arguments):
-        if arguments[0] in ("convert", "fine-tune") and "--items" not in arguments:
-            arguments += ("--items", 0)  # answers are scored where a test asks for it
+        if arguments[0] == "convert" and "--items" not in arguments:
+            arguments += ("--items", 0)
+        if arguments[0] == "fine-tune" and "--config" not in arguments:
+            arguments += ("--config", unscored)
         monkeypatch.setattr(sys, "argv", ["hf-memory", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
             hf_memory_cli.app()

@@ -56,7 +56,8 @@ def test_the_default_is_what_the_documentation_advises(run, teacher, text, tmp_p
     assert (code, err) == (0, "")
     run_file = yaml.safe_load((output / "run.yaml").read_text())
     assert run_file["to"] == "attention"
-    assert run_file["keep-attention"] == "heads:1/11"
+    assert run_file["keep"] == "heads:1/11"
+    assert not {"transfer", "fine-tuning"} & set(run_file)  # which did not run
     distillation = {"learning_rate": 1e-4, "batch_size": 1, "length": 64, "repeats": 0.3}
     assert distillation.items() <= run_file["distillation"].items()
     config = json.loads((output / "config.json").read_text())
@@ -189,7 +190,7 @@ def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):
         "--output",
         student,
         *FAST,
-        "--keep-attention",
+        "--keep",
         "auto:1/2",
     )
     assert code == 0
@@ -225,14 +226,15 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     code, out, err = run(*command, "--transfer", "length=4096")
     assert (code, out) == (2, "")
     assert "length must be at most the teacher's 2048 positions, got 4096" in err
-    code, out, err = run(*command, "--cross-entropy", "2")
+    (tmp_path / "settings.yaml").write_text("cross-entropy: 2")
+    code, out, err = run(*command, "--config", tmp_path / "settings.yaml")
     assert (code, out) == (2, "")
     assert "cross_entropy must be from 0 to 1, got 2" in err
 
 
 def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tmp_path):
     file, first, second = (tmp_path / name for name in ("my.yaml", "first", "second"))
-    flags = {"to": "gated", "keep-attention": [1], "transfer": [SHORT], "cross-entropy": 0.5}
+    flags = {"to": "gated", "keep": [1], "transfer": [SHORT], "cross-entropy": 0.5}
     flags["distillation"] = {"steps": 9, "batch_size": 2, "length": 32}
     options = {"gate": "scalar", "memory_rope": False}
     file.write_text(
@@ -253,7 +255,7 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     described = yaml.safe_load((first / "run.yaml").read_text())
     assert (described["teacher"], described["text"]) == (str(teacher), [f"{text}=0.5"])
     assert described["option"] == ["gate=scalar", "memory_rope=false"]
-    assert (described["keep-attention"], described["seed"], described["cross-entropy"]) == (
+    assert (described["keep"], described["seed"], described["cross-entropy"]) == (
         "1",
         3,
         0.5,
@@ -262,8 +264,7 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     given = {"steps": 2, "batch_size": 2, "length": 32}  # other fields have their defaults
     assert described["transfer"] == {**Recipe().transfer._asdict(), **given}
     assert described["distillation"] == {**Recipe().distillation._asdict(), **given}
-    assert described["fine-tuning"]["steps"] == 0
-    assert not {"config", "overwrite"} & set(described)
+    assert not {"config", "overwrite", "fine-tuning"} & set(described)
 
     assert run("convert", "--config", first / "run.yaml", "--output", second)[0] == 0
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
@@ -273,7 +274,7 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("sede: 1", "config must have names from teacher, text, output, to, keep-attention,"),
+        ("sede: 1", "config must have names from teacher, text, output, to, keep,"),
         ("sede: 1", ", got sede"),
         ("overwrite: true", "got overwrite"),
         ("- 1", "config must be a YAML file of names and values"),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from rich.table import Table
 from tokenizers import pre_tokenizers
 from torch import nn
@@ -40,18 +41,7 @@ TEXT = [
 ]
 WORDS = ["?", *"0123456789", *TEXT]
 KINDS = {"single": SINGLE, "multikey": MULTIKEY, "passkey": PASSKEY}
-SHORT = [
-    "--lengths",
-    256,
-    "--samples",
-    2,
-    "--items",
-    2,
-    "--max-new-tokens",
-    3,
-    "--measure-tokens",
-    2048,
-]
+SHORT = ["--lengths", 256, "--samples", 2, "--items", 2]
 
 
 def make_tokenizer():
@@ -89,14 +79,11 @@ def evaluate(run, folder, tmp_path, monkeypatch):
         record, "plot_task", lambda path, models: path.write_text(str(list(models)))
     )
 
-    def type_command(*flags):
-        models = (
-            folder / "student",
-            "--against",
-            folder / "teacher",
-            "--prompts",
-            folder / "prompts.txt",
-        )
+    def type_command(*flags, **settings):
+        models = (folder / "student", "--against", folder / "teacher")
+        given = {"prompts": str(folder / "prompts.txt"), "max_new_tokens": 3}
+        given |= {"measure-tokens": 2048, **settings}
+        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(given))
         code, *output = run(
             "evaluate",
             *models,
@@ -106,6 +93,8 @@ def evaluate(run, folder, tmp_path, monkeypatch):
             tmp_path / "out",
             *SHORT,
             *flags,
+            "--config",
+            tmp_path / "settings.yaml",
         )
         file = tmp_path / "out" / "evaluation.json"
         record = json.loads(file.read_text()) if file.exists() else {"models": {}}
@@ -166,7 +155,7 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
     assert set(theirs["speed"]) == set(ours["speed"]) == {"256"}
 
     code, _, err, _ = evaluate(
-        "--seed", 1, "--lengths", "256,512"
+        "--lengths", "256,512", seed=1
     )  # recall divides its passages among lengths
     assert code == 2
     assert "with another lengths and seed" in err
@@ -182,14 +171,15 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
         ),
         (["--lengths", "256,-5"], "lengths must be at least 2 tokens, got '256,-5'"),
         (
-            ["--prompts", "/dev/null"],
+            {"prompts": "/dev/null"},
             "prompts must be a file with a prompt in each line, got /dev/null",
         ),
         (["--lengths", "4096"], "length must be at most the teacher's 2048 positions, got 4096"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(evaluate, flags, sentence):
-    code, _, err, _ = evaluate(*flags)
+    given = {} if isinstance(flags, list) else flags
+    code, _, err, _ = evaluate(*([] if given else flags), **given)
     assert code == 2
     assert sentence in err
 
@@ -200,6 +190,8 @@ def test_scores_need_no_text(run, folder, tmp_path):
     code, _, err = run("evaluate", model, "--tasks", "turns,recall", "--output", out)
     assert code == 2
     assert "text must be given, except for instructions, retrieval, " in err
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("score-lengths: 200,9999")
     code, shown, err = run(
         "evaluate",
         model,
@@ -207,8 +199,8 @@ def test_scores_need_no_text(run, folder, tmp_path):
         "turns",
         "--items",
         2,
-        "--score-lengths",
-        "200,9999",
+        "--config",
+        settings,
         "--output",
         out,
     )
@@ -338,8 +330,10 @@ def test_the_same_weights_with_another_tokenizer_have_answers_of_their_own(run, 
     shutil.copytree(folder / "student", other)
     tokenizer.chat_template = "the river is quiet . {{ messages[0].content }}"
     tokenizer.save_pretrained(other)
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(f"prompts: {folder / 'prompts.txt'}\nmax-new-tokens: 3")
     for model in (folder / "student", other, folder / "student"):
-        texts = "--text", folder / "text.txt", "--prompts", folder / "prompts.txt"
+        texts = "--text", folder / "text.txt", "--config", settings
         assert (
             run(
                 "evaluate",

@@ -399,7 +399,7 @@ def test_a_plan_that_does_not_fit_says_what_does_and_fails(
         "steps=2,batch_size=8,length=256",
         "-o",
         "sliding_window=16",
-        "--device",
+        "--gpu",
         "h100",
     )
     monkeypatch.setattr(of_few_bits, "is_bitsandbytes_available", lambda: False)

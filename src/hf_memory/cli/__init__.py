@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.utils import logging
 
+from hf_memory.cli.command import Command
 from hf_memory.cli.terminal import errors
 from hf_memory.files.names import visible
 
@@ -31,7 +32,8 @@ def load(name: str):
     logging.disable_progress_bar()
     function = name.replace("-", "_")
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(name)(with_flags(getattr(import_module(f"hf_memory.cli.{function}"), function)))
+    command = with_flags(getattr(import_module(f"hf_memory.cli.{function}"), function))
+    alone.command(name, cls=Command)(command)
     return typer.main.get_command(alone)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
+from hf_memory.cli.command import LONG, WHAT, WHERE
 from hf_memory.cli.terminal import console
 from hf_memory.cli.turns import turns
 from hf_memory.cli.writing import LoadingFlags, SamplingFlags, Writer
@@ -28,19 +29,29 @@ def chat(
     model: Annotated[str, typer.Argument(help="Folder or Hub name of a memory model.")],
     memory: Annotated[
         Path | None,
-        typer.Option(help="File that holds the memory: loaded if it exists, and saved at the end."),
+        typer.Option(
+            help="File that holds the memory: loaded if it exists, and saved at the end.",
+            rich_help_panel=WHERE,
+        ),
     ] = None,
     system: Annotated[
-        str | None, typer.Option(help="System prompt; the tokenizer must have a chat template.")
+        str | None,
+        typer.Option(
+            help="System prompt; the tokenizer must have a chat template.", rich_help_panel=WHAT
+        ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Largest number of tokens of an answer.", min=1)
+        int,
+        typer.Option(help="Largest number of tokens of an answer.", min=1, rich_help_panel=LONG),
     ] = 200,
     *,
     sampling: SamplingFlags,
     loading: LoadingFlags,
 ) -> None:
-    """Chat with a model; the conversation is in its memory. /exit ends it, /reset empties the memory."""
+    """Chat with a model; the conversation is in its memory. /exit ends it, /reset empties the memory.
+
+    Example: hf-memory chat student --memory conversation.memory
+    """
     how: dict = {
         "max_new_tokens": max_new_tokens,
         "options": sampling.options(),

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_memory import conversion
 from hf_memory.cli import options
+from hf_memory.cli.command import ADVANCED, LONG, WHAT, WHERE
 from hf_memory.cli.run_file import Flags, read_schedule
 from hf_memory.cli.terminal import print_table
 from hf_memory.cli.work import Asked, Job, Made, carry_out, device
@@ -22,11 +23,15 @@ DEFAULT = Recipe()
 HEADS = ("layer/head", "score")
 
 
+def schedule_of(stage: str) -> str:
+    """The help of the schedule of a stage."""
+    fields = ", ".join(Schedule._fields)
+    return f"Schedule of {stage}: name=value,... with names from {fields}; may be repeated."
+
+
 def schedule(stage: str):
     """The flag for the schedule of a stage."""
-    fields = ", ".join(Schedule._fields)
-    words = f"Schedule of {stage}: name=value,... with names from {fields}; may be repeated."
-    return typer.Option(callback=options.after_file, help=words)
+    return typer.Option(callback=options.after_file, help=schedule_of(stage), rich_help_panel=LONG)
 
 
 @dataclass(frozen=True)
@@ -36,22 +41,23 @@ class StudentFlags:
     to: Annotated[
         str,
         typer.Option(
-            help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}."
+            help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}.",
+            rich_help_panel=WHAT,
         ),
     ] = "attention"
     keep: Annotated[
         str | None,
         typer.Option(
-            "--keep-attention",
-            "--keep",
             help=f"What keeps its attention: {conversion.KEEP_WORDS}; default: heads:1/11, auto for a "
             "servable student without a memory, none where there are no windows.",
+            rich_help_panel=WHAT,
         ),
     ] = None
     goal: Annotated[
         str | None,
         typer.Option(
-            help="kl=0.05: measure students before training, and keep the fewest heads whose KL is at most this."
+            help="kl=0.05: measure students before training, and keep the fewest heads whose KL is at most this.",
+            rich_help_panel=WHAT,
         ),
     ] = None
     option: options.Option = None
@@ -61,44 +67,52 @@ class StudentFlags:
             "--servable",
             help="Set the options with which inference engines can run the student (see hf-memory export). Without "
             "--to, it keeps whole layers, and the others have a window and sinks.",
+            rich_help_panel=WHAT,
         ),
     ] = False
     spread_kept: Annotated[
         bool,
-        typer.Option(
-            "--spread-kept",
-            help="Let layers keep different numbers of older tokens, as many in total, where they bring the student "
+        options.in_file(
+            "Let layers keep different numbers of older tokens, as many in total, where they bring the student "
             "nearest to its teacher before training.",
+            "--spread-kept",
         ),
     ] = False
     transfer: Annotated[list[str] | None, schedule("attention transfer")] = None
     distillation: Annotated[list[str] | None, schedule("distillation")] = None
-    fine_tuning: Annotated[list[str] | None, schedule("fine-tuning, by default of 0 steps")] = None
+    fine_tuning: Annotated[
+        list[str] | None,
+        options.in_file(
+            schedule_of("fine-tuning, by default of 0 steps"), callback=options.after_file
+        ),
+    ] = None
     train: Annotated[
         str | None,
         typer.Option(
             help="What distillation trains: all weights, attention (all but embeddings and feed-forward layers), what "
-            "is new, or with lora:8 this and LoRA of rank 8; default: attention, or all if there is a memory."
+            "is new, or with lora:8 this and LoRA of rank 8; default: attention, or all if there is a memory.",
+            rich_help_panel=ADVANCED,
         ),
     ] = None
-    lora_rank: options.LoraRank = None
-    temperature: Annotated[float, typer.Option(help="Temperature of the distillation loss.")] = 1.0
+    lora_rank: Annotated[int | None, options.in_file(options.LORA)] = None
+    temperature: Annotated[float, options.in_file("Temperature of the distillation loss.")] = 1.0
     cross_entropy: Annotated[
         float | None,
-        typer.Option(
-            help="Weight of the cross-entropy with the text in the distillation loss, 0 to 1; default: 0."
+        options.in_file(
+            "Weight of the cross-entropy with the text in the distillation loss, 0 to 1; default: 0."
         ),
     ] = None
     teacher_bits: Annotated[
         int | None,
         typer.Option(
-            help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation."
+            help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation.",
+            rich_help_panel=ADVANCED,
         ),
     ] = None
     scored_by: Annotated[
         str | None,
-        typer.Option(
-            help="A model to distil from, with the teacher's vocabulary and usually larger; default: the teacher."
+        options.in_file(
+            "A model to distil from, with the teacher's vocabulary and usually larger; default: the teacher."
         ),
     ] = None
     seed: options.Seed = 0
@@ -131,16 +145,30 @@ def convert(
         typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}."),
     ],
     text: options.Texts,
-    output: Annotated[Path, typer.Option(help="Folder for the student.")],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the student; default: the names of teacher and memory, here.",
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
     student: StudentFlags,
     training: options.TrainingFlags,
 ) -> None:
-    """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
+    """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two.
+
+    Example: hf-memory convert Qwen/Qwen3-0.6B --text my_text.txt
+    """
+    folder = output or options.named_after(teacher, student.to)
     run = Run(training.checkpoints, training=options.read_pairs(training.training))
     recipe = student.recipe()
     goal = None if student.goal is None else options.read_goal(student.goal, recipe)
-    asked = Asked(teacher, recipe, run, text, output, Flags.of(context), training, student.servable)
+    flags = Flags.of(context, output=folder)
+    asked = Asked(teacher, recipe, run, text, folder, flags, training, student.servable)
     asked = asked._replace(scored_by=student.scored_by, goal=goal)
+    if output is None:
+        options.say_output(folder)
     carry_out(asked, _convert)
 
 

@@ -8,6 +8,7 @@ import torch
 import typer
 
 from hf_memory import conversion
+from hf_memory.cli.command import ADVANCED, LONG, WHAT, WHERE
 from hf_memory.cli.options import SOURCES, MaxTokens
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
@@ -25,21 +26,29 @@ class KeyFlags:
     """Flags of the keys of a new datastore."""
 
     length: Annotated[
-        int, typer.Option(help="Tokens of a window that the model reads at a time.", min=2)
+        int,
+        typer.Option(
+            help="Tokens of a window that the model reads at a time.",
+            min=2,
+            rich_help_panel=LONG,
+        ),
     ] = 1024
-    key_dtype: Annotated[str, typer.Option(help=f"Dtype of the keys: {', '.join(KEY_DTYPES)}.")] = (
-        "float16"
-    )
+    key_dtype: Annotated[
+        str,
+        typer.Option(help=f"Dtype of the keys: {', '.join(KEY_DTYPES)}.", rich_help_panel=ADVANCED),
+    ] = "float16"
     module: Annotated[
         str | None,
         typer.Option(
-            help="Name of the module whose input is the key; default: the last feed-forward one."
+            help="Name of the module whose input is the key; default: the last feed-forward one.",
+            rich_help_panel=ADVANCED,
         ),
     ] = None
     index: Annotated[
         str | None,
         typer.Option(
-            help="Index for faiss (needs faiss-cpu), such as IVF4096,PQ64; default: search all keys."
+            help="Index for faiss (needs faiss-cpu), such as IVF4096,PQ64; default: search all keys.",
+            rich_help_panel=ADVANCED,
         ),
     ] = None
 
@@ -50,17 +59,23 @@ def datastore(
     ],
     output: Annotated[
         Path,
-        typer.Option(help="Folder for the datastore: a new one, or with --tune alone an old one."),
+        typer.Option(
+            help="Folder for the datastore: a new one, or with --tune alone an old one.",
+            rich_help_panel=WHERE,
+        ),
     ],
     text: Annotated[
         list[str] | None,
-        typer.Option("--text", help=f"Text to look up: {SOURCES}; may be repeated."),
+        typer.Option(
+            "--text", help=f"Text to look up: {SOURCES}; may be repeated.", rich_help_panel=WHAT
+        ),
     ] = None,
     tune: Annotated[
         list[str] | None,
         typer.Option(
             "--tune",
             help="Other text, on which the weight of the datastore and the temperature are chosen, which it keeps.",
+            rich_help_panel=WHAT,
         ),
     ] = None,
     *,
@@ -68,7 +83,10 @@ def datastore(
     max_tokens: MaxTokens = None,
     loading: LoadingFlags,
 ) -> None:
-    """Build a datastore of a text for kNN-LM: a key and the next token for each token; see generate --datastore."""
+    """Build a datastore of a text for kNN-LM: a key and the next token for each token; see generate --datastore.
+
+    Example: hf-memory datastore student --text my_text.txt --output my_datastore
+    """
     if keys.key_dtype not in KEY_DTYPES:
         raise ValueError(f"key_dtype must be one of {', '.join(KEY_DTYPES)}, got {keys.key_dtype}")
     if not text and not tune:

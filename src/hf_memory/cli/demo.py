@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hf_memory import conversion
+from hf_memory.cli.command import WHAT, WHERE
 from hf_memory.cli.options import Option, read_pairs
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
@@ -16,15 +17,23 @@ from hf_memory.files.folders import RESULTS, claimed
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the teacher and the student.")] = Path(
-        "demo_output"
-    ),
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder for the teacher and the student.", rich_help_panel=WHERE),
+    ] = Path("demo_output"),
     to: Annotated[
-        str, typer.Option(help=f"The student's family: {', '.join(conversion.STUDENTS)}.")
+        str,
+        typer.Option(
+            help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}.",
+            rich_help_panel=WHAT,
+        ),
     ] = "linear",
     option: Option = None,
 ) -> None:
-    """Train a small Llama on Python's documentation, convert it, and compare both; offline, in minutes."""
+    """Train a small Llama on Python's documentation, convert it, and compare both; offline, in minutes.
+
+    Example: hf-memory demo --to deltanet
+    """
     how: dict = {"overwrite": True, "mark": f"student/{RESULTS}"}  # of an earlier demo
     with claimed(output), signs_of_life() as report:
         conversion.check_output(output, **how)

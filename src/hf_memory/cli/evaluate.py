@@ -12,7 +12,8 @@ import torch
 import typer
 
 from hf_memory import conversion
-from hf_memory.cli.options import SOURCES, Items, MaxTokens, MeasureTokens
+from hf_memory.cli.command import LONG, WHAT, WHERE
+from hf_memory.cli.options import SOURCES, Config, Items, MaxTokens, MeasureTokens, in_file
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console, print_table
 from hf_memory.cli.work import split
@@ -48,20 +49,27 @@ class MeasureFlags:
         typer.Option(
             "--text",
             help=f"Text that the model was not trained on: {SOURCES}; may be repeated. Scores and answers need none.",
+            rich_help_panel=WHAT,
         ),
     ] = None
     max_tokens: MaxTokens = None
     held_out: Annotated[
         bool,
         typer.Option(
-            "--held-out", help="Use only the last tenth of the text, which convert holds out."
+            "--held-out",
+            help="Use only the last tenth of the text, which convert holds out.",
+            rich_help_panel=WHAT,
         ),
     ] = False
-    tasks: Annotated[str, typer.Option(help=f"Tasks, separated by commas: {EXPLAINED}.")] = ALL
+    tasks: Annotated[
+        str,
+        typer.Option(help=f"Tasks, separated by commas: {EXPLAINED}.", rich_help_panel=WHAT),
+    ] = ALL
     lengths: Annotated[
         str,
         typer.Option(
-            help="Context lengths in tokens; lengths beyond the model's positions or the text are left out."
+            help="Context lengths in tokens; lengths beyond the model's positions or the text are left out.",
+            rich_help_panel=LONG,
         ),
     ] = USUAL
     measure_tokens: MeasureTokens = 2**16
@@ -70,29 +78,25 @@ class MeasureFlags:
         typer.Option(
             help="Needles for each length, at depths from the beginning to the end of the context.",
             min=2,
+            rich_help_panel=LONG,
         ),
     ] = 10
     items: Items = ITEMS
     score_lengths: Annotated[
         str,
-        typer.Option(help="Lengths in tokens of the prompts of scored questions with a long text."),
+        in_file("Lengths in tokens of the prompts of scored questions with a long text."),
     ] = SCORED
     tolerance: Annotated[
         float,
-        typer.Option(
-            help="Part of the teacher's score by which that of a tie may be less.", min=0, max=1
-        ),
+        in_file("Part of the teacher's score by which that of a tie may be less.", min=0, max=1),
     ] = TOLERANCE
-    seed: Annotated[int, typer.Option(help="Random seed for needles and scored questions.")] = 0
+    seed: Annotated[int, in_file("Random seed for needles and scored questions.")] = 0
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            help=f"File with a prompt in each line; default: {len(PROMPTS)} built-in prompts."
-        ),
+        in_file(f"File with a prompt in each line; default: {len(PROMPTS)} built-in prompts."),
     ] = None
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Largest number of tokens of an answer.", min=1)
-    ] = 48
+    max_new_tokens: Annotated[int, in_file("Largest number of tokens of an answer.", min=1)] = 48
+    config: Config = None
 
     def settings(self) -> dict[str, Any]:
         """Those that an evaluation takes and a record names alike."""
@@ -108,19 +112,22 @@ def evaluate(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Model to compare with, such as its teacher; it must have the same tokenizer."
+            help="Model to compare with, such as its teacher; it must have the same tokenizer.",
+            rich_help_panel=WHAT,
         ),
     ] = None,
     datastore: Annotated[
         Path | None,
         typer.Option(
-            help="Datastore that the model looks up: folder that hf-memory datastore has built."
+            help="Datastore that the model looks up: folder that hf-memory datastore has built.",
+            rich_help_panel=WHAT,
         ),
     ] = None,
     output: Annotated[
         Path,
         typer.Option(
-            help="Folder for the table, pictures and JSON; results of several models can share it."
+            help="Folder for the table, pictures and JSON; results of several models can share it.",
+            rich_help_panel=WHERE,
         ),
     ] = Path("evaluation"),
     *,
@@ -130,6 +137,8 @@ def evaluate(
     """Measure a model, and compare it with its teacher. Each figure has a 95 % interval.
 
     A run that was stopped continues where it was. Other models with the same settings are added to the table in OUTPUT.
+
+    Example: hf-memory evaluate student --against teacher --text my_text.txt --held-out
     """
     chosen = [name.strip() for name in flags.tasks.split(",")]
     sizes = _numbers(flags.lengths)

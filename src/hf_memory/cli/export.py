@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from hf_memory.cli.command import WHAT, WHERE
 from hf_memory.cli.options import found
 from hf_memory.cli.terminal import console
 from hf_memory.export import TARGETS, export_model
@@ -14,18 +15,23 @@ NAMES = ", ".join(target.name for target in TARGETS)
 
 def export(
     student: Annotated[str, typer.Argument(help="Folder or Hub name of a memory model.")],
-    output: Annotated[Path, typer.Option(help="Folder to write to.")],
+    output: Annotated[Path, typer.Option(help="Folder to write to.", rich_help_panel=WHERE)],
     to: Annotated[
         str,
         typer.Option(
-            help=f"Target architecture: {NAMES}, or auto: the first that represents the student exactly."
+            help=f"Target architecture: {NAMES}, or auto: the first that represents the student exactly.",
+            rich_help_panel=WHAT,
         ),
     ] = "auto",
     gguf: Annotated[
-        Path | None, typer.Option(help="Also write this GGUF file, for llama.cpp.")
+        Path | None,
+        typer.Option(help="Also write this GGUF file, for llama.cpp.", rich_help_panel=WHERE),
     ] = None,
 ) -> None:
-    """Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have, and check that logits are equal."""
+    """Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have, and check that logits are equal.
+
+    Example: hf-memory export student --output exported
+    """
     export = export_model(found(student), output, to, gguf=gguf)
     console.out(
         f"{output}: {export.target.model_type}, logits within {export.error:.0e} of the largest"

@@ -21,7 +21,10 @@ def info(
         typer.Argument(help="Folder, Hub name or GGUF file of a model; weights are not loaded."),
     ],
 ) -> None:
-    """Show parameters, layers, and the size of the cache compared with the KV cache of the same Transformer."""
+    """Show parameters, layers, and the size of the cache compared with the KV cache of the same Transformer.
+
+    Example: hf-memory info student
+    """
     config = load_config(found(model))
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()

@@ -1,6 +1,7 @@
 """Flags that several commands have, and how their values are read."""
 
 import json
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ import typer
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import CONFIG_NAME
 
-from hf_memory.cli.run_file import RUN, read_flags
+from hf_memory.cli.command import ADVANCED, IN_FILE, LONG, WHAT, WHERE
+from hf_memory.cli.run_file import RUN, parameters_of, read_flags
+from hf_memory.cli.terminal import console
 from hf_memory.conversion import Recipe, find_gguf
 from hf_memory.conversion.costs import DEVICES
 from hf_memory.evaluation import ITEMS
@@ -24,7 +27,7 @@ GENERATED = "teacher:500k[:prompts.txt] is text that the teacher writes"
 def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
     """Take values from a YAML file for flags that are not on the command line; names are those of the flags."""
     if file is not None:
-        context.default_map = read_flags(file, context.command.params)
+        context.default_map = read_flags(file, parameters_of(context))
     return file
 
 
@@ -35,36 +38,56 @@ def after_file(
     return [*(context.default_map or {}).get(str(parameter.name), ()), *(words or ())]
 
 
+def in_file(help: str, *names: str, **how):
+    """A setting that is no flag, since few need it: it is given in the file of --config."""
+    return typer.Option(*names, help=help, hidden=True, rich_help_panel=IN_FILE, **how)
+
+
 Option = Annotated[
     list[str] | None,
     typer.Option(
-        "--option", "-o", help="name=value, an option of the student's config; may be repeated."
+        "--option",
+        "-o",
+        help="name=value, an option of the student's config; may be repeated.",
+        rich_help_panel=WHAT,
     ),
 ]
 MIXED = "With weights, as a.txt=0.7 and b.jsonl=0.3, windows are drawn from each in proportion"
 Texts = Annotated[
     list[str],
     typer.Option(
-        "--text", help=f"Training text: {SOURCES}; may be repeated. {MIXED}. {GENERATED}."
+        "--text",
+        help=f"Training text: {SOURCES}; may be repeated. {MIXED}. {GENERATED}.",
+        rich_help_panel=WHAT,
     ),
 ]
-MaxTokens = Annotated[
-    int | None, typer.Option(help="Number of tokens of the text to read; default: all.", min=1)
-]
+TOKENS_READ = "Number of tokens of the text to read; default: all."
+QUESTIONS = "Questions of each kind on which answers are scored; 0: none."
+MaxTokens = Annotated[int | None, typer.Option(help=TOKENS_READ, min=1, rich_help_panel=LONG)]
+Items = Annotated[int, typer.Option(help=QUESTIONS, min=0, rich_help_panel=LONG)]
 MeasureTokens = Annotated[
-    int, typer.Option(help="Number of held-out tokens on which models are compared.", min=1024)
-]
-Items = Annotated[
-    int, typer.Option(help="Questions of each kind on which answers are scored; 0: none.", min=0)
+    int, in_file("Number of held-out tokens on which models are compared.", min=1024)
 ]
 Checkpoints = Annotated[
     Path | None,
-    typer.Option(help="Folder for tokens and checkpoints; a stopped run resumes from it."),
+    typer.Option(
+        help="Folder for tokens and checkpoints; a stopped run resumes from it.",
+        rich_help_panel=WHERE,
+    ),
 ]
-LoraRank = Annotated[
-    int | None, typer.Option(help="Fine-tune with LoRA of this rank; default: train all weights.")
+LORA = "Fine-tune with LoRA of this rank; default: train all weights."
+SEED = "Random seed."
+Seed = Annotated[int, typer.Option(help=SEED, rich_help_panel=ADVANCED)]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        is_eager=True,
+        callback=_flags_of_file,
+        help=f"YAML file with values for these options and for the settings below, such as {RUN} in the folder of a "
+        "student; what is typed wins.",
+        rich_help_panel=ADVANCED,
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
 
 
 @dataclass(frozen=True)
@@ -75,9 +98,9 @@ class TrainingFlags:
     measure_tokens: MeasureTokens = 2**16
     assistant_only_loss: Annotated[
         bool,
-        typer.Option(
+        in_file(
+            "Of conversations, learn to predict the assistant's turns only.",
             "--assistant-only-loss",
-            help="Of conversations, learn to predict the assistant's turns only.",
         ),
     ] = False
     items: Items = ITEMS
@@ -88,24 +111,31 @@ class TrainingFlags:
             "--training",
             "-t",
             help="name=value, an option of transformers' TrainingArguments; may be repeated.",
+            rich_help_panel=ADVANCED,
         ),
     ] = None
-    overwrite: Annotated[bool, typer.Option(help="Replace the result of an earlier run.")] = False
-    dry_run: Annotated[
-        bool, typer.Option(help="Check the arguments and print the plan; write nothing.")
-    ] = False
-    device: Annotated[
-        str | None,
-        typer.Option(help=f"With --dry-run, memory and time on {', '.join(DEVICES)}, or 8xh200."),
-    ] = None
-    config: Annotated[
-        Path | None,
+    overwrite: Annotated[
+        bool,
         typer.Option(
-            is_eager=True,
-            callback=_flags_of_file,
-            help=f"YAML file with values for these options, such as {RUN} in the folder of a student.",
+            "--overwrite", help="Replace the result of an earlier run.", rich_help_panel=WHERE
+        ),
+    ] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check the arguments and print the plan; write nothing.",
+            rich_help_panel=LONG,
+        ),
+    ] = False
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help=f"With --dry-run, memory and time on {', '.join(DEVICES)}, or 8xh200.",
+            rich_help_panel=LONG,
         ),
     ] = None
+    config: Config = None
 
 
 def read_pairs(pairs: list[str] | None) -> dict:
@@ -160,6 +190,20 @@ def read_goal(words: str, recipe: Recipe) -> float:
             f"goal must not be given with keep or servable, got {words} and {recipe.keep}"
         )
     return float(value)
+
+
+def named_after(model: str, what: str) -> Path:
+    """A folder here that is named after a model, without where it is, and after what is made of it."""
+    file = find_gguf(model)
+    name = Path(os.path.abspath(model)).name if file is None else file.stem
+    return Path(f"{name}-{what}")
+
+
+def say_output(folder: Path) -> None:
+    """Print where the result will be, if the user has not said it."""
+    console.print(
+        f"The result will be in {folder}; --output FOLDER puts it elsewhere.", soft_wrap=True
+    )
 
 
 def found(model: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import typer
 import yaml
 
+from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.recipe import Recipe, Schedule
 from hf_memory.files.folders import RESULTS, check_regular
 
@@ -17,12 +18,18 @@ RUN = "run.yaml"
 LONGEST = 2**16  # bytes of a file; usual ones have 2,000
 OF_ONE_CALL = {
     "config",
-    "device",
+    "gpu",
     "dry_run",
     "goal",
     "overwrite",
     "help",
 }  # flags that do not change a result
+
+
+def parameters_of(context: typer.Context) -> Sequence:
+    """What a file may give to the command that runs: its flags and its settings."""
+    command = context.command
+    return [*command.params, *command.in_file]  # type: ignore[attr-defined]
 
 
 def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
@@ -75,15 +82,15 @@ class Flags(NamedTuple):
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, context: typer.Context) -> Self:
-        """The flags of the command that runs."""
-        return cls(context.command.params, context.params)
+    def of(cls, context: typer.Context, **chosen) -> Self:
+        """The flags of the command that runs, with those that were chosen for the user."""
+        return cls(parameters_of(context), {**context.params, **chosen})
 
-    def write(self, folder: Path, recipe: Recipe) -> None:
+    def write(self, folder: Path, plan: Plan) -> None:
         """Write all settings of a run, including defaults and those of its recipe, so that it can be repeated."""
-        (folder / RUN).write_text(self._content(recipe), encoding="utf-8")
+        (folder / RUN).write_text(self._content(plan), encoding="utf-8")
 
-    def are_unfinished(self, folder: Path, recipe: Recipe) -> bool:
+    def are_unfinished(self, folder: Path, plan: Plan) -> bool:
         """Whether a folder has the model of a run with the same settings that was stopped while it was measured."""
         file = folder / RUN
         results = folder / RESULTS
@@ -93,14 +100,15 @@ class Flags(NamedTuple):
                 and results.is_file()
                 and json.loads(results.read_text(encoding="utf-8")) == {}
             ):
-                return file.read_text(encoding="utf-8") == self._content(recipe)
+                return file.read_text(encoding="utf-8") == self._content(plan)
         return False
 
-    def _content(self, recipe: Recipe) -> str:
+    def _content(self, plan: Plan) -> str:
+        recipe = plan.recipe
         option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
         values = {**self.values, **vars(recipe), "option": option or None}
         values["keep"] = str(recipe.keep)
-        values |= {name: x._asdict() for name, x in recipe.schedules.items()}
+        values |= _schedules(plan)
         described = {
             _names(x)[0].replace("_", "-"): str(values[x.name])
             if isinstance(values[x.name], Path)
@@ -137,6 +145,19 @@ def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) ->
         if given[name] != number and not math.isnan(number):
             raise ValueError(f"{name} of {stage} must be a whole number, got {value!r}")
     return default._replace(**given)
+
+
+def _schedules(plan: Plan) -> dict[str, dict[str, Any] | None]:
+    """The schedules of the stages that run; 0 steps of one that runs by default, and that the user has left out."""
+    run = {stage.slot for stage in plan.stages}
+    usual = Recipe().schedules
+    described = dict[str, dict[str, Any] | None]()
+    for name, schedule in plan.recipe.schedules.items():
+        is_left_out = not schedule.steps and usual[name].steps
+        described[name] = {"steps": 0} if is_left_out else None
+        if name in run:
+            described[name] = schedule._asdict()
+    return described
 
 
 def _names(parameter) -> list[str]:

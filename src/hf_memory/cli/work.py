@@ -131,7 +131,7 @@ def _show_plan(job: Job) -> None:
     """Print the plan; the process ends with an error if it does not fit on the device that is asked about."""
     rows = conversion.plan_rows(job.plan)
     training = job.asked.run.training
-    on = job.asked.training.device
+    on = job.asked.training.gpu
     print_table(rows + (device_rows(job.plan, training, on) if on else []), title="plan")
     if on and not fits(job.plan, training, on):
         print_table(advice_rows(job.plan, training, on), title=f"what fits on {on}, in this order")
@@ -163,8 +163,8 @@ def _prepare(asked: Asked) -> Job:
     recipe = asked.recipe
     run = asked.run
     output = asked.output
-    if (on := asked.training.device) and not (read_device(on) and asked.training.dry_run):
-        raise ValueError(f"device must be given with dry_run only, got {on}")
+    if (on := asked.training.gpu) and not (read_device(on) and asked.training.dry_run):
+        raise ValueError(f"gpu must be given with dry_run only, got {on}")
     if recipe.teacher_bits and conversion.find_gguf(found(asked.scored_by or asked.model)):
         raise ValueError(
             f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}"
@@ -175,7 +175,7 @@ def _prepare(asked: Asked) -> Job:
     scorer = None if asked.scored_by is None else _scorer(asked.scored_by, asked.model, config)
     validates = "eval_steps" in run.training
     plan = conversion.resolve(recipe, config, empty, scorer)
-    if resumed := asked.flags.are_unfinished(output, plan.recipe):
+    if resumed := asked.flags.are_unfinished(output, plan):
         asked = asked._replace(
             training=replace(asked.training, overwrite=True)
         )  # the result of this very command
@@ -282,7 +282,7 @@ def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
         conversion.write_model(folder, made.model, job.tokenizer)
         if made.adapter is not None:
             shutil.copytree(made.adapter, folder / "adapter")
-        asked.flags.write(folder, made.plan.recipe)
+        asked.flags.write(folder, made.plan)
     rows = dict(made.measure())
     file = conversion.find_gguf(asked.model)
     names = {

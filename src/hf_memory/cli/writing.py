@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from hf_memory import conversion
+from hf_memory.cli.command import ADVANCED, WHERE
 from hf_memory.cli.options import Seed, found
 from hf_memory.cli.terminal import console, errors
 from hf_memory.modeling.loading import load_model
@@ -23,22 +24,32 @@ class SamplingFlags:
 
     temperature: Annotated[
         float | None,
-        typer.Option(help="Sampling temperature; default: the model's generation config."),
+        typer.Option(
+            help="Sampling temperature; default: the model's generation config.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = None
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Nucleus sampling: smallest set of tokens with this total probability; default: the model's."
+            help="Nucleus sampling: smallest set of tokens with this total probability; default: the model's.",
+            rich_help_panel=ADVANCED,
         ),
     ] = None
     top_k: Annotated[
         int | None,
         typer.Option(
-            help="Sample from this many most likely tokens, 0 for all; default: the model's."
+            help="Sample from this many most likely tokens, 0 for all; default: the model's.",
+            rich_help_panel=ADVANCED,
         ),
     ] = None
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="Take the most likely token instead of sampling.")
+        bool,
+        typer.Option(
+            "--greedy",
+            help="Take the most likely token instead of sampling.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = False
     seed: Seed = 0
 
@@ -58,11 +69,18 @@ class LoadingFlags:
     """Flags of where a model runs, and in which dtype."""
 
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")
+        str | None,
+        typer.Option(
+            help="Where the model runs: cpu, cuda, cuda:1 ...; default: cuda if there is one.",
+            rich_help_panel=WHERE,
+        ),
     ] = None
     dtype: Annotated[
         str,
-        typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}; auto: as they were saved."),
+        typer.Option(
+            help=f"Dtype of the weights: {', '.join(DTYPES)}; auto: as they were saved.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = "auto"
 
     def load(self, model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -67,7 +67,7 @@ def read_device(words: str) -> tuple[int, Device]:
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(\w+)", words.lower())
     if match is None or match[2] not in DEVICES:
         raise ValueError(
-            f"device must be one of {', '.join(DEVICES)}, or several such as 8xh200, got {words}"
+            f"gpu must be one of {', '.join(DEVICES)}, or several such as 8xh200, got {words}"
         )
     return int(match[1] or 1), DEVICES[match[2]]
 
