@@ -95,9 +95,7 @@ def recipe_of(file: Path) -> tuple[Recipe, int]:
         for name in ("transfer", "distillation")
     }
     same = {name: run[name] for name in ("to", "train") if name in run}
-    return Recipe(keep=run["keep"], options=run["option"], **same, **stages), run[
-        "max-tokens"
-    ]
+    return Recipe(keep=run["keep"], options=run["option"], **same, **stages), run["max-tokens"]
 
 
 def without_memory(recipe: Recipe) -> Recipe:

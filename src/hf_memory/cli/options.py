@@ -83,8 +83,8 @@ Config = Annotated[
     typer.Option(
         is_eager=True,
         callback=_flags_of_file,
-        help=f"YAML file with values for these options and for the settings below, such as {RUN} in the folder of a "
-        "student; what is typed wins.",
+        help="YAML file with values for these options and for the settings below; what is typed wins. convert and "
+        f"fine-tune write one, {RUN}.",
         rich_help_panel=ADVANCED,
     ),
 ]
