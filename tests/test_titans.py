@@ -4,9 +4,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
+from transformers import DynamicCache
 
-from cases import CASES, generate, make_model, random_tokens
-from comparing import assert_close
+from cases import CASES, Case, generate, make_model, random_tokens
+from comparing import assert_close, in_float64
 from hf_memory.layers import unit_length
 from hf_memory.mixers import neural_memory
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
@@ -260,7 +261,24 @@ def test_a_memory_is_its_papers_equations(rule, equations):
         assert_close(gate_inputs[0][0, :, head], expected)
 
 
-TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
+@torch.no_grad()
+def test_moneta_decodes_as_it_reads_up_to_what_rounding_loses():
+    """Its rule amplifies rounding: in float32 a long text ends far from float64, however it is read."""
+    options = {"memory_rule": "moneta", "num_hidden_layers": 1, "intermediate_size": 16}
+    case = Case("moneta", "hf_memory_titans", options)
+    model = make_model(case)
+    tokens = random_tokens(1, 600)
+
+    def read(model):
+        cache = DynamicCache(config=model.config)
+        pieces = tokens.split([550, *[1] * 50], 1)
+        decoded = [model(piece, past_key_values=cache).logits for piece in pieces]
+        return model(tokens, use_cache=False).logits, torch.cat(decoded, 1)
+
+    exact, decoded = read(in_float64(model))
+    assert_close(decoded, exact)
+    whole, decoded = read(model)
+    assert_close(decoded, exact, whole)
 
 
 @pytest.mark.parametrize("case", TITANS, ids=[case.name for case in TITANS])
