@@ -324,7 +324,8 @@ def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):
     code, out, err = run(
         "datastore", teacher, "--text", text, "--output", store, "--max-tokens", 300, "--length", 64
     )
-    assert (code, err) == (0, "")
+    assert err == ""
+    assert code == 0
     assert "299 keys of 16 channels, 0.0 MB" in out
     tuned = run("datastore", teacher, "--tune", text, "--output", store, "--length", 64)
     assert tuned[0] == 0

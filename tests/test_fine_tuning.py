@@ -373,14 +373,16 @@ def test_fine_tune_goes_on_from_a_student(run, teacher, text, tmp_path):
         *flags,
     ]
     code, out, err = run(*command, "--dry-run")
-    assert (code, err) == (0, "")
+    assert err == ""
+    assert code == 0
     assert (
         "3 steps of 2 windows of 64 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2"
         in out
     )
     assert not first.exists()
     code, out, err = run(*command)
-    assert (code, err) == (0, "")
+    assert err == ""
+    assert code == 0
     assert " before " in out
     assert " after " in out
     merged = AutoModelForCausalLM.from_pretrained(first)
@@ -413,7 +415,8 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
     file.write_text(yaml.safe_dump({**given, **blocks}))
     typed = ["--distillation", "learning_rate=1e-5,steps=3"]
     code, out, err = run("convert", "--config", file, "--output", output, *typed)
-    assert (code, err) == (0, "")
+    assert err == ""
+    assert code == 0
     assert "fine-tuning" in (output / "README.md").read_text()
     described = yaml.safe_load((output / "run.yaml").read_text())
     schedules = [

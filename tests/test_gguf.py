@@ -177,7 +177,8 @@ def test_a_tokenizer_cuts_text_as_its_merges_were_learned(folder, tmp_path):
             == tokenizer(text)["input_ids"]
         )
     assert read.get_vocab() == tokenizer.get_vocab()
-    assert (read.chat_template, read.bos_token) == (TEMPLATE, START)
+    assert read.chat_template == TEMPLATE
+    assert read.bos_token == START
 
 
 def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_path):
@@ -191,8 +192,10 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
     tokenizer = AutoTokenizer.from_pretrained(student)
     assert tokenizer.chat_template == TEMPLATE
     generation = model.generation_config
-    assert (generation.bos_token_id, generation.eos_token_id) == (1, [0, 5])
-    assert (generation.do_sample, generation.temperature) == (True, 0.25)
+    assert generation.bos_token_id == 1
+    assert generation.eos_token_id == [0, 5]
+    assert generation.do_sample is True
+    assert generation.temperature == 0.25
     card = (student / "README.md").read_text()
     assert "tiny.Q4_1.gguf" in card
     assert str(tmp_path) not in card
@@ -201,7 +204,8 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
     code, _, err = run("fine-tune", file, "--text", text, "--output", tmp_path / "tuned", *tuning)
     assert code == 0, err
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
-    assert (tuned.config.model_type, tuned.generation_config.temperature) == ("llama", 0.25)
+    assert tuned.config.model_type == "llama"
+    assert tuned.generation_config.temperature == 0.25
     code, _, err = run(
         "convert", file, "--text", text, "--output", tmp_path / "x", "--teacher-bits", 4, *FAST
     )

@@ -148,7 +148,8 @@ def test_a_fraction_of_the_heads_keeps_everything(to, longest, expected):
     heads = config.num_hidden_layers * config.num_key_value_heads
     assert sum(map(len, config.full_attention_heads)) == heads // 4
     assert (config.model_type, {*config.layer_types}) == expected
-    assert (config.sliding_window, config.num_sink_tokens) == (6, 4)
+    assert config.sliding_window == 6
+    assert config.num_sink_tokens == 4
     assert (bytes_per_token(config) == 0) is (longest is not None)
     best = rank_heads_by_predictions(teacher, tokens, window=6, first=4)[0]
     assert best.head in config.full_attention_heads[best.layer]

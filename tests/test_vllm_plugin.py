@@ -284,11 +284,14 @@ def test_attention_alone_is_a_class_of_its_own_with_small_blocks():
     ModelConfig.verify_and_update_config(given)
     assert not given.model_config.enforce_eager
     cache = given.cache_config
-    assert (cache.enable_prefix_caching, cache.sliding_window, cache.block_size) == (True, None, 32)
+    assert cache.enable_prefix_caching is True
+    assert cache.sliding_window is None
+    assert cache.block_size == 32
     asked = []
     given.model_config.registry = SimpleNamespace(
         inspect_model_cls=lambda names, _: asked.append(names) or ("info", ALONE)
     )
     ModelConfig.verify_and_update_model_config(given.model_config)
     assert given.model_config.hf_config.architectures == asked[0] == [ALONE]
-    assert (given.model_config._model_info, given.model_config._architecture) == ("info", ALONE)
+    assert given.model_config._model_info == "info"
+    assert given.model_config._architecture == ALONE
