@@ -496,7 +496,7 @@ def test_a_run_that_goes_on_does_not_rank_heads_again(tmp_path):
         told = []
         made = convert(teacher, TEXT, plan, Run(tmp_path / "checkpoints", report=told.append))
         ranked.append(any("ranking" in now.task for now in told))
-        chosen.append(made.plan.heads)
+        chosen.append(made.plan.choice.scores)
     assert ranked == [True, False]
     assert chosen[0] == chosen[1]
 

@@ -1,22 +1,26 @@
 """Which layers or heads keep their attention: the words for it, and the rankings."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from cases import random_tokens
 from comparing import in_float64
+from hf_memory import conversion
 from hf_memory.conversion import (
     Keep,
     Recipe,
     Run,
     Schedule,
     carry_over,
+    choose,
     make_student,
     resolve,
     smallest_student,
 )
-from hf_memory.conversion.convert import ranked_heads
+from hf_memory.conversion.choosing import ranked_heads
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.students import WINDOW
 from hf_memory.conversion.students.heads import (
@@ -118,6 +122,33 @@ def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
     assert same(again.student, made.student)
     chosen = convert(teacher, tokens, keep=made.plan.kept, **BOTH_STAGES)
     assert same(chosen.student, made.student)
+
+
+def test_the_steps_of_a_conversion_are_those_of_one_call():
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
+    recipe = Recipe(keep="heads:1/4", options={"sliding_window": 6}, **BOTH_STAGES)
+    made = conversion.convert(teacher, tokens, recipe)
+    draft = resolve(recipe, teacher.config, tokens)
+    choice = choose(teacher, tokens, draft)
+    final = resolve(recipe, teacher.config, tokens, choice=choice)
+    assert not draft.is_final
+    assert final.is_final
+    assert choice == made.plan.choice
+    assert final.student.to_dict() == made.plan.student.to_dict()
+    assert choose(teacher, tokens, final) is choice
+
+
+def test_a_final_plan_makes_the_same_student_without_a_ranking():
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
+    recipe = Recipe(keep="auto:1/2", options={"sliding_window": 6, "attention_sinks": True})
+    recipe = replace(recipe, **BOTH_STAGES)
+    told = []
+    made = conversion.convert(teacher, tokens, recipe)
+    again = conversion.convert(teacher, tokens, made.plan, Run(report=told.append))
+    assert not any("ranking" in progress.task for progress in told)
+    assert same(again.student, made.student)
 
 
 def test_heads_that_retrieve_most_are_found():

@@ -3,13 +3,14 @@
 The student gets the teacher's weights by a table of names. Then come attention transfer, distillation and, if wanted,
 fine-tuning on text:
 
-    plan = resolve(Recipe(to="deltanet", options={"gate": "scalar"}), teacher.config, tokens)
-    student = convert(teacher, tokens, plan).student
+    student = convert(teacher, tokens, Recipe(to="deltanet", options={"gate": "scalar"})).student
 
 Each stage is also a function of its own.
 """
 
-from hf_memory.conversion.convert import Conversion, convert, untrained_student
+from hf_memory.conversion.choice import Choice
+from hf_memory.conversion.choosing import choose, untrained_student
+from hf_memory.conversion.convert import Conversion, convert
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.describe import plan_rows
 from hf_memory.conversion.goal import smallest_student
@@ -47,6 +48,7 @@ __all__ = [
     "STUDENTS",
     "TEACHERS",
     "CarriedWeights",
+    "Choice",
     "Conversion",
     "Keep",
     "Plan",
@@ -63,6 +65,7 @@ __all__ = [
     "check_output",
     "check_run",
     "check_space",
+    "choose",
     "convert",
     "describe_weights",
     "distill",

@@ -198,7 +198,7 @@ def story(plan: Plan) -> list[str]:
             told += [
                 "Its new parts started with no effect, so that it equalled its teacher before any training."
             ]
-        if plan.heads:
+        if plan.choice.scores:
             told += [
                 f"Heads that keep everything were chosen by their {HEAD_SCORES[plan.keep.ranking]}."
             ]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.convert import ranked_heads, untrained_student
+from hf_memory.conversion.choice import choice_by_ranking
+from hf_memory.conversion.choosing import ranked_heads, untrained_student
 from hf_memory.conversion.plan import Plan, resolve
 from hf_memory.conversion.recipe import Recipe
 from hf_memory.conversion.students import usual_window
@@ -78,7 +79,9 @@ def smallest_student(
         report(Progress("measuring untrained students", i, len(plans)))
         size = plan.student.sliding_window  # type: ignore[attr-defined]
         heads[size] = heads.get(size) or ranked_heads(teacher, tokens, plan, report=report)
-        student, _ = untrained_student(teacher, tokens, plan.choosing(heads[size]))
+        choice = choice_by_ranking(plan.recipe, teacher.config, heads[size])
+        final = resolve(plan.recipe, teacher.config, tokens, choice=choice)
+        student, _ = untrained_student(teacher, tokens, final)
         length = plan.recipe.distillation.length
         found = agreement(
             student, teacher, tokens[-ROWS * length :], length=length, max_tokens=None

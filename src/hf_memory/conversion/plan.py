@@ -1,7 +1,7 @@
 """Plans: all decisions of a conversion are made here, once, and errors that can be foreseen are raised here."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_memory.conversion.choice import Choice, chosen_student, keep_of, likely_choice
 from hf_memory.conversion.claims import check_claimable
 from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.recipe import Recipe, Schedule, lora_rank_of
@@ -23,14 +24,8 @@ from hf_memory.conversion.stages.fine_tuning import (
 )
 from hf_memory.conversion.stages.trainer import new_parameters
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
-from hf_memory.conversion.students import (
-    can_have_windows,
-    changed_layers,
-    is_exact,
-    student_config,
-    usual_window,
-)
-from hf_memory.conversion.students.heads import HeadScore, by_layer, layers_by_heads
+from hf_memory.conversion.students import can_have_windows, is_exact
+from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
@@ -38,9 +33,9 @@ from hf_memory.files.folders import check_folder, check_output, check_room, size
 from hf_memory.files.text import Text, check_text, check_tokens
 from hf_memory.modeling.checks import check, check_type
 from hf_memory.modeling.chunks import check_passes_gradients
-from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # size of a float32 number
+NOTHING = Choice()  # is kept
 HEADS = "heads:1/11"  # what is kept by default
 
 
@@ -59,10 +54,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe that was resolved for one teacher and one text. A ranking may still have to choose layers or heads.
+    """A recipe that was resolved for one teacher and one text, with all that was decided about it.
 
     Attributes:
-        recipe: the recipe.
+        recipe: the recipe, with a value for each of its defaults.
         teacher: config of the teacher.
         student: config of the student.
         stages: the stages, in order.
@@ -71,10 +66,8 @@ class Plan:
         scorer: config of the model that scores in distillation, if it is not the teacher.
         scorer_parameters: number of its parameters.
         student_parameters: number of the student's parameters.
-        kept: layers that keep the teacher's attention, without those that a ranking will choose.
-        ranked: number of layers that a ranking will choose.
-        ranked_heads: number of key-value heads that a ranking will choose.
-        heads: scores of all heads that could keep everything, the best first, once some of them were chosen.
+        choice: what keeps the teacher's attention; if the plan is not final, as many layers or heads, the first ones.
+        is_final: whether nothing is left for `choose` to decide.
         is_exact: whether the student equals its teacher before any training.
         window: tokens of the longest window before fine-tuning.
         teacher_parameters: number of the teacher's parameters; 0 in fine-tuning, which has none.
@@ -87,10 +80,8 @@ class Plan:
     stages: tuple[Stage, ...]
     num_tokens: int
     student_parameters: int
-    kept: tuple[int, ...] = ()
-    ranked: int = 0
-    ranked_heads: int = 0
-    heads: tuple[HeadScore, ...] = ()
+    choice: Choice = NOTHING
+    is_final: bool = True
     is_exact: bool = True
     window: int = 0
     teacher_parameters: int = 0
@@ -126,34 +117,28 @@ class Plan:
         return stage.schedule.tokens * (scorer + 3 * self.student_parameters)
 
     @property
+    def kept(self) -> tuple[int, ...]:
+        """The layers that keep the teacher's attention, without those that a ranking has yet to choose."""
+        return () if self._awaits_ranking else self.choice.layers
+
+    @property
+    def ranked(self) -> int:
+        """The number of layers that a ranking has yet to choose."""
+        return len(self.choice.layers) if self._awaits_ranking else 0
+
+    @property
+    def ranked_heads(self) -> int:
+        """The number of key-value heads that a ranking has yet to choose."""
+        return len(self.choice.heads) if self._awaits_ranking else 0
+
+    @property
+    def _awaits_ranking(self) -> bool:
+        return self.keep.is_ranked and not self.is_final
+
+    @property
     def chosen(self) -> list[HeadScore]:
-        """The heads that keep everything, with their scores, the best first."""
-        kept = getattr(self.student, "full_attention_heads", None)
-        return [x for x in self.heads if kept and x.head in kept[x.layer]]
-
-    def keeping(self, layers: tuple[int, ...]) -> "Plan":
-        """The plan with the layers that the ranking has chosen."""
-        to = str(self.recipe.to)
-        options = self.recipe.options
-        return replace(
-            self, kept=layers, ranked=0, student=student_config(self.teacher, to, layers, options)
-        )
-
-    def choosing(self, heads: Sequence[HeadScore]) -> "Plan":
-        """The plan with the layers or heads that a ranking of all heads chooses."""
-        changed = changed_layers(_bare(self.recipe, self.teacher), self.teacher)
-        heads = [head for head in heads if head.layer in changed]
-        if self.ranked:
-            return self.keeping(tuple(sorted(layers_by_heads(heads)[: self.ranked])))
-        chosen = [(head.layer, head.head) for head in heads[: self.ranked_heads]]
-        student = _with_heads(self.recipe, self.teacher, chosen)
-        return replace(self, ranked_heads=0, student=student, heads=tuple(heads))
-
-    def with_kept_tokens(self, numbers: list[int]) -> "Plan":
-        """The plan of a student whose layers keep these numbers of older tokens."""
-        student = copy.deepcopy(self.student)
-        student.num_kept_tokens = numbers
-        return replace(self, student=student)
+        """The heads that a ranking has chosen to keep everything, with their scores, the best first."""
+        return [x for x in self.choice.scores if (x.layer, x.head) in self.choice.heads]
 
     def describe(self, run: Run) -> dict[str, Any]:
         """The settings to which checkpoints of a run belong, without models and tokens."""
@@ -169,8 +154,10 @@ def resolve(
     teacher: PreTrainedConfig,
     tokens: Text | Tensor,
     scorer: PreTrainedConfig | None = None,
+    *,
+    choice: Choice | None = None,
 ) -> Plan:
-    """Make the plan of a recipe for a teacher and a text. No weights are loaded or created.
+    """Make the plan of a recipe for a teacher and a text, and refuse what cannot work. No weights are needed.
 
     Args:
         recipe: the recipe.
@@ -178,6 +165,8 @@ def resolve(
         tokens: [T], the training text, tokenised by the teacher's tokenizer.
         scorer: config of a model of the same vocabulary, usually a larger one, that scores in distillation in place of
             the teacher, which gives the weights.
+        choice: what `choose` has decided by the teacher's weights. Without it, the plan of a recipe that leaves
+            something to decide is not final: its sizes and costs are right, and its layers or heads are the first.
 
     Raises:
         ValueError: if the teacher, the family, a layer or an option is not supported, the text does not fit, or an
@@ -197,22 +186,14 @@ def resolve(
     )
     if scorer is not None:
         check_tokens(tokens, scorer, recipe.distillation.length)
-    changed = changed_layers(_bare(recipe, teacher), teacher)
-    keep = _keep_of(recipe)
-    ranked = 0 if keep.is_heads else keep.count(len(changed))
-    heads = keep.count(len(changed) * teacher.num_key_value_heads) if keep.is_heads else 0
-    kept = () if keep.is_ranked else keep.layers_of(teacher.num_hidden_layers)
-    probable = tuple(changed[:ranked]) or kept  # sizes do not depend on which layers they are
-    if heads:
-        places = [(layer, head) for layer in changed for head in range(teacher.num_key_value_heads)]
-        config = _with_heads(recipe, teacher, places[:heads])
-    else:
-        config = student_config(teacher, str(recipe.to), probable, recipe.options)
+    is_final = choice is not None or not (keep_of(recipe).is_ranked or recipe.spread_kept)
+    choice = likely_choice(recipe, teacher) if choice is None else choice
+    config = chosen_student(recipe, choice, teacher)
     kept_tokens = getattr(config, "num_kept_tokens", 0)
+    is_spread = choice.kept_tokens is not None
     is_number = type(kept_tokens) is int and kept_tokens > 0
-    check(
-        is_number or not recipe.spread_kept, "num_kept_tokens", "one number to spread", kept_tokens
-    )
+    can_spread = is_number or is_spread or not recipe.spread_kept
+    check(can_spread, "num_kept_tokens", "one number to spread", kept_tokens)
     whole = _on_meta(teacher)
     student = _on_meta(config)
     scores = scorer and _on_meta(scorer)
@@ -226,7 +207,7 @@ def resolve(
             f"num_sink_tokens must be fewer than the {window} tokens of a training window, got {sinks}"
         )
     exact = is_exact(config, teacher, window)
-    if ranked and exact:
+    if exact and not is_final and keep_of(recipe).kind == "auto":
         raise ValueError(
             "keep must not be auto for a student that equals its teacher whatever layers it keeps"
         )
@@ -237,9 +218,8 @@ def resolve(
         tuple(_stages(recipe, exact, student, whole, scored=scorer is not None)),
         len(tokens),
         _count(student),
-        kept=kept,
-        ranked=ranked,
-        ranked_heads=heads,
+        choice=choice,
+        is_final=is_final,
         is_exact=exact,
         window=window,
         teacher_parameters=_count(whole),
@@ -248,35 +228,6 @@ def resolve(
         scorer_parameters=_count(scores) if scores else 0,
         targets=Text.of(tokens).share,
     )
-
-
-def _keep_of(recipe: Recipe) -> Keep:
-    assert isinstance(recipe.keep, Keep)  # `fitting` has given it one
-    return recipe.keep
-
-
-def _bare(recipe: Recipe, teacher: PreTrainedConfig) -> MemoryConfig:
-    """The config of a student that keeps no layer and no head."""
-    if _keep_of(recipe).is_heads:
-        return _with_heads(recipe, teacher, ())
-    return student_config(teacher, str(recipe.to), (), recipe.options)
-
-
-def _with_heads(
-    recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple[int, int]]
-) -> MemoryConfig:
-    """A student's config whose layers keep these heads, and a window in the others."""
-    options = {**usual_window(teacher, str(recipe.to), recipe.options), **recipe.options}
-    options["full_attention_heads"] = by_layer(heads, teacher.num_hidden_layers)
-    try:
-        return student_config(teacher, str(recipe.to), (), options)
-    except ValueError as error:
-        student_config(
-            teacher, str(recipe.to), (), recipe.options
-        )  # where the fault is in the options, it says so
-        raise ValueError(
-            f"keep must be layers for a student of this kind, got {str(recipe.keep)!r}: {error}"
-        ) from error
 
 
 def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bool = False) -> None:

@@ -102,7 +102,7 @@ def results_of(
         rows=rows,
         window=longest_window(plan.student),
         serving=tuple(ways_to_serve(plan.student)),
-        heads=plan.heads,
+        heads=plan.choice.scores,
         chosen=tuple(plan.chosen),
     )
 
