@@ -176,7 +176,7 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
         (["--lengths", "256,-5"], "lengths must be at least 2 tokens, got '256,-5'"),
         (
             {"prompts": "/dev/null"},
-            "prompts must be a file with a prompt in each line, got /dev/null",
+            "prompts must be a file, not a pipe or a device, got the device /dev/null",
         ),
         (["--lengths", "4096"], "length must be at most the teacher's 2048 positions, got 4096"),
     ],

@@ -412,6 +412,7 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
         "fine_tuning": {"steps": 2, "length": 128, "batch_size": 1},
     }
     given = {"teacher": str(teacher), "text": str(text), "lora-rank": 2}
+    given |= {"to": "linear", "keep": "none"}
     file.write_text(yaml.safe_dump({**given, **blocks}))
     typed = ["--distillation", "learning_rate=1e-5,steps=3"]
     code, out, err = run("convert", "--config", file, "--output", output, *typed)
