@@ -14,13 +14,11 @@ from hf_memory.ops.masks import Mask, Tokens, causal, seen
 from hf_memory.ops.soft_cap import soft_capped
 
 BLOCK = 64  # queries of a block, twice as many if they see more than `LONG_BLOCK` tokens before the block
-SCORES = 2**22  # of a group of blocks on a CPU
+SCORES = 2**22  # scores of a group of blocks on a CPU
 LONG_BLOCK = 256  # queries of a block if each has its own slice of the keys, whose gradient is as long as all keys
 
-
-Attended = tuple[
-    Tensor, Tensor
-]  # outputs [B, T, HQ, V], and the logarithm of their mass in the softmax [B, T, HQ]
+# Outputs [B, T, HQ, V] of attention, and the logarithms of their mass in the softmax [B, T, HQ].
+Attended = tuple[Tensor, Tensor]
 
 
 class Columns(NamedTuple):
@@ -32,20 +30,20 @@ class Columns(NamedTuple):
     sees: Mask = causal
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Columns":
-        """Apply a function to all tensors."""
+        """The same function applied to positions, keys and values [1 or B, S, ...]."""
         return Columns(self.tokens.map(change), change(self.keys), change(self.values), self.sees)
 
     def of(self, columns: slice) -> "Columns":
-        """Some of the columns."""
+        """The columns in this part of S."""
         return self.map(lambda x: x[:, columns])
 
     def by_block(self, B: int) -> list["Columns"]:
         """The columns of each block, from [B * blocks, ...]. The backward of unbind is cheaper than slices."""
         position, sequence = self.tokens
         each = [x.unflatten(0, (B, -1)).unbind(1) for x in (position, self.keys, self.values)]
-        sequences = (
-            [None] * len(each[0]) if sequence is None else sequence.unflatten(0, (B, -1)).unbind(1)
-        )
+        sequences = [None] * len(each[0])
+        if sequence is not None:
+            sequences = sequence.unflatten(0, (B, -1)).unbind(1)
         return [
             Columns(Tokens(x, number), k, v, self.sees) for x, k, v, number in zip(*each, sequences)
         ]
@@ -66,7 +64,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, queries: Tensor, tokens: Tokens, *columns: Columns) -> "Blocks":
-        """Queries at these tokens with several sets of columns."""
+        """Each block of queries [B * blocks, C, HQ, D], at these tokens, with all of several sets of columns."""
         keys = _joined([x.keys for x in columns], 1)
         values = _joined([x.values for x in columns], 1)
         masks = [seen(x.sees, tokens, x.tokens) for x in columns]
@@ -76,8 +74,8 @@ class Blocks(NamedTuple):
         if kinds not in (1, heads):  # masks by head
             visible = visible.repeat(1, -(-heads // kinds), 1, 1)[:, :heads]
         rows = max(len(x.tokens.position) for x in columns)
-        asked = _joined([x.tokens.position.expand(rows, -1) for x in columns], 1)
-        return cls(queries, keys, values, visible, tokens.position, asked)
+        k_pos = _joined([x.tokens.position.expand(rows, -1) for x in columns], 1)
+        return cls(queries, keys, values, visible, tokens.position, k_pos)
 
     @property
     def distance(self) -> Tensor:
@@ -119,10 +117,10 @@ class Scores(NamedTuple):
         return scores
 
     def of_heads(self, q: Tensor, k: Tensor) -> Tensor:
-        """The same without a relation, of queries [B, H, G, C, D] and the keys [B, H, S, D] that a group shares."""
+        """Scores without a relation, of queries [B, H, G, C, D] and the keys [B, H, S, D] that a group shares."""
         plain = q.shape[-1] if self.gates is None else self.gates.plain
-        of_group = (self.scaling * q[..., :plain]).flatten(2, 3)
-        scores = (of_group @ k[..., :plain].mT).unflatten(2, q.shape[2:4])
+        group_rows = (self.scaling * q[..., :plain]).flatten(2, 3)
+        scores = (group_rows @ k[..., :plain].mT).unflatten(2, q.shape[2:4])
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         scores = soft_capped(scores, self.softcap)
         return scores if self.gates is None else scores + self.gates.decay(q, k)
@@ -133,20 +131,15 @@ class Scores(NamedTuple):
         if visible is None:
             scores = self.of(blocks)
             return scores.softmax(-1), scores.logsumexp(-1, keepdim=True)
-        visible = (
-            visible[:, :, None]
-            if visible.shape[1] == 1
-            else visible.unflatten(1, (blocks.keys.shape[2], -1))
-        )
-        return softmax_of(self.of(blocks), visible)
+        kinds = (1, 1) if visible.shape[1] == 1 else (blocks.keys.shape[2], -1)
+        return softmax_of(self.of(blocks), visible.unflatten(1, kinds))
 
     def attend(self, blocks: Blocks) -> Tensor:
         """Softmax attention: outputs [B * blocks, C, HQ, V], undefined at padding."""
         if not self.is_plain:
             return self.attend_with_mass(blocks)[0]
-        if (
-            blocks.is_step
-        ):  # the queries of a group are like several tokens, for kernels without groups
+        if blocks.is_step:
+            # the queries of a group are like several tokens, for kernels without groups
             q, k, v = blocks[:3]
             groups = q.view(q.shape[0], k.shape[2], -1, k.shape[3])
             k = k.transpose(1, 2)
@@ -163,18 +156,20 @@ class Scores(NamedTuple):
         return o.transpose(1, 2)
 
     def attend_with_mass(self, blocks: Blocks) -> Attended:
-        """The same with zeros at padding, and the logarithm of the denominator [B * blocks, C, HQ] in float32."""
+        """Softmax attention: outputs [B * blocks, C, HQ, V], zero at padding, and the logarithms of their mass.
+
+        The mass [B * blocks, C, HQ], in float32, is the denominator of the softmax.
+        """
         v = blocks.values
         C = blocks.queries.shape[1]
         weights, logsumexp = self.weights(blocks)
         o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
         o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        beside = (
-            None if self.relation is None else self.relation.read(weights.flatten(1, 2), blocks)
-        )
-        return o if beside is None else o + beside.to(o.dtype), logsumexp[..., 0].permute(
-            0, 3, 1, 2
-        ).flatten(2)
+        mass = logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
+        if self.relation is None:
+            return o, mass
+        of_distances = self.relation.read(weights.flatten(1, 2), blocks)
+        return o if of_distances is None else o + of_distances.to(o.dtype), mass
 
 
 def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None) -> list[Blocks]:
@@ -195,28 +190,29 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
     is_one = C == T or q.device.type != "cpu" or torch.compiler.is_compiling()
     if is_one or (size := max(1, SCORES // (B * HQ * C * (past + C))) * C) >= T:
         return [_group(q, queries, near, first, C)]
-    asking = (queries.of(slice(i, i + size)) for i in range(0, T, size))
-    nears = _near_columns(near, B, past, size).by_block(B)
+    tokens_of_groups = (queries.of(slice(i, i + size)) for i in range(0, T, size))
+    near_of_groups = _near_columns(near, B, past, size).by_block(B)
     return [
-        _group(mine, tokens, own.of(slice(past + mine.shape[1])), first, C)
-        for mine, tokens, own in zip(q.split(size, 1), asking, nears)
+        _group(q_group, tokens, columns.of(slice(past + q_group.shape[1])), first, C)
+        for q_group, tokens, columns in zip(q.split(size, 1), tokens_of_groups, near_of_groups)
     ]
 
 
 def _group(q: Tensor, queries: Tokens, near: Columns, first: Columns | None, C: int) -> Blocks:
+    """One group of `near_blocks`: blocks of C queries."""
     B = len(q)
     past = near.keys.shape[1] - q.shape[1]
-    asking = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, -1))
-    mine = _blocks_of(q, 0, C)
+    tokens = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, -1))
+    q_blocks = _blocks_of(q, 0, C)
     near = _near_columns(near, B, past, C)
     if first is not None:
-        n = len(mine) // B
+        n = len(q_blocks) // B
         first = first.map(lambda x: x.expand(B, *x.shape[1:]))
-        return Blocks.of(
-            mine, asking, first if n == 1 else first.map(lambda x: x.repeat_interleave(n, 0)), near
-        )
+        if n > 1:
+            first = first.map(lambda x: x.repeat_interleave(n, 0))
+        return Blocks.of(q_blocks, tokens, first, near)
     place = torch.arange(past + C, device=q.device)[None]  # distances are the same in all blocks
-    return Blocks.of(mine, asking, near)._replace(q_pos=place[:, past:], k_pos=place)
+    return Blocks.of(q_blocks, tokens, near)._replace(q_pos=place[:, past:], k_pos=place)
 
 
 def _near_columns(near: Columns, B: int, past: int, C: int) -> Columns:
@@ -235,22 +231,32 @@ def blocks_in_turn(
     part: Callable[[slice], slice],
     *others: Columns,
 ) -> Iterator[Blocks]:
-    """One block after the other of C queries [B, T, HQ, D], each with a part of the columns, and all of the others."""
-    for n, mine in enumerate(q.split(C, 1)):  # whose backward is cheaper than those of slices
+    """One block of queries after the other, with the columns that it may see.
+
+    Args:
+        q: queries [B, T, HQ, D].
+        queries: positions of the queries.
+        C: number of queries of a block.
+        columns: columns of which a block sees a part.
+        part: the part of these columns [S] for a block that is given as a part of the queries [T].
+        *others: columns that all blocks see.
+    """
+    for n, q_block in enumerate(q.split(C, 1)):  # whose backward is cheaper than those of slices
         here = slice(n * C, n * C + C)
-        yield Blocks.of(mine, queries.of(here), *others, columns.of(part(here)))
+        yield Blocks.of(q_block, queries.of(here), *others, columns.of(part(here)))
 
 
 def rows_of(groups: Iterable[Tensor], like: Tensor) -> Tensor:
     """Rows [B, T, ...], like `like`, from groups of blocks [B * blocks, C, ...]."""
-    (B, T), parts = like.shape[:2], list(groups)
+    B, T = like.shape[:2]
+    parts = list(groups)
     if len(parts) == 1 and parts[0].shape[:2] == (B, T):
         return parts[0]
     return _joined([blocks.reshape(B, -1, *blocks.shape[2:]) for blocks in parts], 1)[:, :T]
 
 
 def attended_rows(groups: Iterable[Attended], like: Tensor) -> Attended:
-    """The same for outputs with their masses."""
+    """`rows_of` for pairs of outputs and masses: outputs [B, T, HQ, V] and masses [B, T, HQ]."""
     o, mass = zip(*groups)
     return rows_of(o, like), rows_of(mass, like)
 
@@ -286,7 +292,7 @@ def full_attention(
         n = 0 if first is None else first.keys.shape[1]
         if scores.gates is not None:
             q = scores.gates.of_one_product(q, q.shape[2] // k.shape[2])
-        if first is not None:  # seen by all queries, and by as many that are not there
+        if first is not None:  # as many queries, whose output is dropped, make the mask causal
             q = F.pad(q, (0, 0, 0, 0, n, 0))
             k, v = (torch.cat(x, 1) for x in ((first.keys, k), (first.values, v)))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -298,9 +304,8 @@ def full_attention(
     before = past.keys.shape[1] - q.shape[1]
 
     def near(here: slice) -> slice:
-        end = (
-            None if here.stop >= T else before + here.stop
-        )  # torch.compile would treat a growing bound as a constant
+        # torch.compile would treat a growing bound as a constant
+        end = None if here.stop >= T else before + here.stop
         return slice(0 if window is None else max(0, before + here.start - window + 1), end)
 
     others = [] if first is None else [first]
@@ -316,9 +321,8 @@ def softmax_of(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 def joined_softmax(one: Attended, other: Attended) -> Attended:
     """Attention to the union of two sets of keys, from the results for each set."""
-    least = torch.finfo(
-        one[1].dtype
-    ).min  # the mass of an empty set is -inf, and -inf - (-inf) is NaN
+    # the mass of an empty set is -inf, and -inf - (-inf) is NaN
+    least = torch.finfo(one[1].dtype).min
     masses = [mass.clamp(min=least) for _, mass in (one, other)]
     share = torch.sigmoid(masses[1] - masses[0])[..., None].to(one[0].dtype)
     return torch.lerp(one[0], other[0], share), torch.logaddexp(*masses)
@@ -374,7 +378,8 @@ class _Windows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dblocks):
         parts = dblocks.unflatten(0, (ctx.B, -1)).split(ctx.C, 2)  # [B, n, C, H, D] each
-        n, (H, D) = parts[0].shape[1], dblocks.shape[2:]
+        n = parts[0].shape[1]
+        H, D = dblocks.shape[2:]
         sizes = ctx.B, n + len(parts) - 1, H
         if dblocks.stride(1) == 1:  # sums are faster in the order of the summands
             dx = dblocks.new_zeros(*sizes, D, ctx.C).movedim(-1, 2)

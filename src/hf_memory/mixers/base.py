@@ -50,7 +50,7 @@ class Context(NamedTuple):
         )
 
     def apart(self) -> list[tuple[slice, "Context"]]:
-        """Where the tokens of each packed sequence are that has any, and the context of these alone."""
+        """For each packed sequence that is not empty, the slice of its tokens, and their context without packing."""
         alone = self._replace(cu_seqlens=None)
         bounds = self.cu_seqlens.unique().tolist()  # type: ignore[union-attr]
         return [(slice(*ends), alone.of(slice(*ends), {})) for ends in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""Mixers of the delta rule: DeltaNet, Gated DeltaNet, Kimi Delta Attention, and what has been made of them since."""
+"""The mixer of DeltaNet, Gated DeltaNet and Kimi Delta Attention; later variants are in `variants.delta_rules`."""
 
 from torch import Tensor, nn
 

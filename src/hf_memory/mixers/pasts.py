@@ -171,8 +171,9 @@ class Window(NamedTuple):
 class Ring(NamedTuple):
     """A causal window and the first tokens of the sequence, in states in which a new token replaces the oldest one.
 
-    The states [B, lead + first + size, ...] are entries that precede every sequence, the first tokens, and then the
-    last `size` of the others, of which the token at position p has the place first + (p - first) % size after the lead.
+    The states [B, lead + first + size, H, D] have, in this order, `lead` entries that are no tokens, such as those of a
+    learned token before each sequence; the `first` tokens of the sequence; and the last `size` tokens after these. A
+    token at position p >= first is the entry lead + first + (p - first) % size.
     """
 
     size: int

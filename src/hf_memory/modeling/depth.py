@@ -197,7 +197,8 @@ class _Reversible(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        (y1, y2), d1 = ctx.saved_tensors, gradient / 2
+        y1, y2 = ctx.saved_tensors
+        d1 = gradient / 2
         d2 = d1
         of_parameters: list[Tensor | None] = []
         read_values = ctx.kwargs["read_values"]

@@ -80,14 +80,22 @@ def grouped_rows(q: Tensor, k: Tensor) -> Tensor:
 
 
 def rows_by_head(x: Tensor, k: Tensor) -> Tensor:
-    """The inverse: rows [..., G * C, :], with keys [..., C, K], -> [..., G, C, :]."""
+    """The rows [..., G * C, :] of G heads with the same keys k [..., C, K], head by head: [..., G, C, :]."""
     return x.unflatten(-2, (-1, k.shape[-2]))
 
 
 def add_product(
     S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None, *, in_place: bool = False
 ) -> Tensor:
-    """decay S + a b for states [B, K, V]; if S has a wider dtype than a and b, their product is rounded once."""
+    """decay S + a b for states S [B, K, V]; if S has a wider dtype than a and b, their product is rounded once.
+
+    Args:
+        S: the states.
+        a: [B, K, n].
+        b: [B, n, V].
+        decay: [B, K or 1, 1] or None.
+        in_place: whether S is overwritten.
+    """
     if decay is not None:
         S = S.mul_(decay) if in_place else decay * S
     if S.dtype != a.dtype:
@@ -96,7 +104,9 @@ def add_product(
 
 
 def scalar_decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e^(g_{j+1} + ... + g_i) for i >= j, else 0; from the start of the chunk to i; and from j to its end.
+    """The decays from token j to token i of a chunk, from its start to i, and from j to its end.
+
+    The first is e^(g_{j+1} + ... + g_i) for i >= j, and 0 for i < j, since a token does not see later ones.
 
     Differences of cumulative sums of g would be inexact: next to a gate of -1e8 a gate of -0.1 is lost, and
     -inf - (-inf) is NaN. So g is split into multiples of 1 / 16, whose sums are exact, and a remainder, whose sums are
@@ -106,9 +116,10 @@ def scalar_decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         g: [..., C].
 
     Returns:
-        [..., C, C], [..., C, 1] and [..., C, 1].
+        The decays [..., C, C], with i before j, [..., C, 1] and [..., C, 1].
     """
-    g, C = g.clamp(min=SHUT), g.shape[-1]
+    g = g.clamp(min=SHUT)
+    C = g.shape[-1]
     with torch.no_grad():
         multiples = (16 * g).round_().div_(16)
         coarse = multiples.cumsum(-1)[..., None]
@@ -138,8 +149,10 @@ def vector_decays(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tens
     x = q[..., None, :] * whole
     y = k[..., None, :]
     while scores.shape[-1] < q.shape[-2]:
-        (x_early, x_late), (y_early, y_late) = _halves(x), _halves(y)
-        (early, late), (first, second) = _halves(scores), _halves(whole)
+        x_early, x_late = _halves(x)
+        y_early, y_late = _halves(y)
+        early, late = _halves(scores)
+        first, second = _halves(whole)
         scores = _join(early, late, x_late.to(q.dtype) @ y_early.to(k.dtype).mT)
         x = torch.cat([x_early, first * x_late], dim=-2)
         y = torch.cat([second * y_early, y_late], dim=-2)

@@ -13,12 +13,10 @@ from hf_memory.ops.inputs import Dims, may_overwrite
 from hf_memory.ops.layout import per_sequence
 
 Backend = Literal["auto", "reference", "chunk", "triton"]
-
-
 BACKENDS = ("auto", "reference", "chunk", "triton")
-
-
-MAX_KERNEL_DIM = 256
+MAX_KERNEL_DIM = (
+    256  # largest number of key or value channels of a head for which there are kernels
+)
 
 
 def kernel_limits(q: Tensor, dims: Dims) -> str | None:
@@ -85,7 +83,20 @@ class Forms(NamedTuple):
         in_place: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        """The output and the final state; `inputs` were checked, and start with q."""
+        """Run the form that the backend, the sizes and autograd allow.
+
+        Args:
+            backend: the backend that the user asked for.
+            dims: sizes of the call.
+            inputs: q, k, v, and then the inputs in the order of `names`, all checked and without padding.
+            initial_state: the state before the tokens, a tensor or a pair of them.
+            scale: factor of q, or None for K ** -0.5.
+            in_place: whether the caller lets the op overwrite the initial state.
+            cu_seqlens: boundaries [N + 1] of packed sequences, or None.
+
+        Returns:
+            The output [B, T, heads of q, V], and the final state.
+        """
         scale = dims.K**-0.5 if scale is None else scale
         q = inputs[0]
         backend = choose_backend(backend, q, kernel_limits(q, dims))
@@ -94,13 +105,15 @@ class Forms(NamedTuple):
             inputs, initial_state = _per_query(inputs, initial_state, dims.HV)
         is_pair = isinstance(initial_state, tuple)
         is_step = dims.T == 1 and cu_seqlens is None
-        own = may_overwrite(in_place, *(initial_state if is_pair else (initial_state,)))
+        in_place = may_overwrite(in_place, *(initial_state if is_pair else (initial_state,)))
         if backend == "chunk" and is_step:
-            return self.one_token(*inputs, initial_state=initial_state, scale=scale, in_place=own)
-        if backend == "triton" and is_step and not is_pair and not torch.is_grad_enabled():
-            state = (
-                initial_state if own else initial_state.clone(memory_format=torch.contiguous_format)
+            return self.one_token(
+                *inputs, initial_state=initial_state, scale=scale, in_place=in_place
             )
+        if backend == "triton" and is_step and not is_pair and not torch.is_grad_enabled():
+            state = initial_state
+            if not in_place:
+                state = initial_state.clone(memory_format=torch.contiguous_format)
             o = self._one_token_kernel(inputs, state, scale)
         elif backend == "triton":
             o, state = self.kernels()(*inputs, initial_state, scale, cu_seqlens)

@@ -1,9 +1,10 @@
-"""Sums of logarithms of forget gates, as further channels of queries and keys beside which they are kept.
+"""Sums c of logarithms of forget gates, which queries and keys carry in channels after their own.
 
     s_ij = scaling q_i k_j + c_i - c_j,   c_i = log f_1 + ... + log f_i
 
-A sum is several numbers of few bits each, so that the 16 bits of a key lose nothing of it. Differences are taken part
-by part in float32: the products of attention in 16 bits would round c, and lose gates that are small beside it.
+So a cache that keeps keys keeps c with them. A sum is stored as several numbers of few bits each, of which keys in 16
+bits lose nothing. Differences c_i - c_j are computed part by part in float32: a product in 16 bits would round c, and
+lose gates that are small beside it.
 """
 
 from typing import NamedTuple
@@ -14,21 +15,32 @@ from torch.nn import functional as F
 
 from hf_memory.ops.precision import upcast
 
-PARTS = 3  # of c: two of 8 bits, and the rest
-UNIT = 64.0  # of what channels hold, a power of two, so that float16 has large c too
+PARTS = 3  # numbers that add up to c: two of 8 bits, and the rest
+UNIT = 64.0  # channels hold c / UNIT, a power of two, so that float16 can represent large c, too
 FARTHEST = 128.0  # units by which an old c may exceed the newest one: a weight of e^-8192 is zero
 
 
 class GateChannels(NamedTuple):
-    """Where the sums are: of a query its own ones, and of a key those of all G queries of its group."""
+    """Which channels hold the sums: a query has its own c, and a key the c of all G query heads of its group."""
 
-    plain: int  # number of the channels before them
-    scaling: float  # of the products of queries and keys
+    plain: int  # number of channels of a head without the sums, which come after these
+    scaling: float  # factor of the products of queries and keys
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, c: Tensor, channels: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, HQ, D], k and v [B, T, H, D] with so many channels, of which c [B, T, HQ] takes those after D."""
+        """Append the sums, and then zeros up to a number of channels.
+
+        Args:
+            q: queries [B, T, HQ, D].
+            k: keys [B, T, H, D].
+            v: values [B, T, H, D], which have no sums and get zeros.
+            c: the sums [B, T, HQ] up to each token.
+            channels: number of channels of the results.
+
+        Returns:
+            q [B, T, HQ, channels], k and v [B, T, H, channels].
+        """
         parts = []
         rest = c / UNIT
         for _ in range(PARTS - 1):
@@ -52,8 +64,10 @@ class GateChannels(NamedTuple):
         return UNIT * (first + (of_queries - of_keys.mT))
 
     def of_one_product(self, q: Tensor, groups: int) -> Tensor:
-        """Queries [B, T, HQ, channels] whose product with keys is theirs, minus c_j: for fused attention, which has
-        products in float32, and does not need c_i."""
+        """Queries [B, T, HQ, channels] whose product with keys is scores minus c_j, for fused attention in float32.
+
+        Without c_i all scores of a query are too small by the same number, which its softmax does not depend on.
+        """
         D = self.plain
         HQ = q.shape[2]
         reads = (
@@ -65,8 +79,12 @@ class GateChannels(NamedTuple):
         return torch.cat([q[..., :D], reads.expand(*q.shape[:2], -1, -1)], -1)
 
     def moved(self, k: Tensor, units: Tensor) -> Tensor:
-        """Keys [B, n, H, channels] with whole numbers of units [B, 1, H, G] added to c, which changes its first part;
-        or both with the heads before the keys."""
+        """Keys [B, n, H, channels] with a whole number of `UNIT` added to each c, which changes its first part only.
+
+        Args:
+            k: the keys, or [B, H, n, channels].
+            units: the whole numbers [B, 1, H, G], or [B, H, 1, G].
+        """
         D = self.plain
         change = F.pad(units[..., None], (0, PARTS - 1)).flatten(-2)
         change = F.pad(change, (0, k.shape[-1] - D - change.shape[-1]))

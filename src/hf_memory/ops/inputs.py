@@ -131,8 +131,8 @@ def named_state(state: Any, State: Any, shapes: Sequence[tuple[int, ...]], *, li
         shapes: those of its tensors.
         like: q.
     """
-    wide = torch.promote_types(like.dtype, torch.float32)
-    dtypes = [torch.long if len(shape) == 1 else wide for shape in shapes]
+    float_dtype = torch.promote_types(like.dtype, torch.float32)
+    dtypes = [torch.long if len(shape) == 1 else float_dtype for shape in shapes]
     if state is None:
         return State(*(like.new_zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)))
     if not isinstance(state, tuple) or len(state) != len(shapes):

@@ -14,13 +14,13 @@ class Tokens(NamedTuple):
     sequence: Tensor | None = None  # [1 or B, T], number of the sequence if several are packed
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
-        """Apply a function to positions and sequences."""
+        """The same function applied to positions and numbers of sequences, such as one that chooses some columns."""
         return Tokens(
             change(self.position), None if self.sequence is None else change(self.sequence)
         )
 
     def of(self, columns: slice) -> "Tokens":
-        """Some of the columns."""
+        """The tokens at these columns of T."""
         return self.map(lambda x: x[:, columns])
 
 
@@ -108,12 +108,12 @@ def bigbird(size: int, blocks: int, seed: int) -> Mask:
     """The token's block, the one before, the first, and random ones between these. https://arxiv.org/abs/2007.14062."""
 
     def sees(q: Tensor, k: Tensor) -> Tensor:
-        ask = q // size
-        asked = k // size
-        result = (ask - asked <= 1) | (asked == 0)
+        q_block = q // size
+        k_block = k // size
+        is_seen = (q_block - k_block <= 1) | (k_block == 0)
         for i in range(blocks):
-            result = result | (asked == random_block(ask, i, seed))
-        return result
+            is_seen = is_seen | (k_block == random_block(q_block, i, seed))
+        return is_seen
 
     return Mask(sees)
 
@@ -158,7 +158,7 @@ def seen(mask: Mask, queries: Tokens, keys: Tokens) -> Tensor:
     """Which keys each query sees, [B, 1, T, S] bool, within its sequence; padding neither sees nor is seen."""
     q = queries.position.int()[:, None, :, None]
     k = keys.position.int()[:, None, None, :]
-    result = mask.sees(q, k) & (k >= 0) & (q >= 0)
+    is_seen = mask.sees(q, k) & (k >= 0) & (q >= 0)
     if keys.sequence is not None and queries.sequence is not None:
-        result = result & (queries.sequence[:, None, :, None] == keys.sequence[:, None, None, :])
-    return result
+        is_seen = is_seen & (queries.sequence[:, None, :, None] == keys.sequence[:, None, None, :])
+    return is_seen

@@ -15,12 +15,12 @@ CPU_MULTIPLIES_BFLOAT16 = (
 
 def in_float32(op: Callable) -> Callable:
     """Run `op(q, ...)` without autocast in float32, or float64 if q is; only the output o has the dtype of q."""
-    return _widened(op, lambda q: 0)
+    return _in_float32_after(op, lambda q: 0)
 
 
 def with_bfloat16_products(op: Callable) -> Callable:
     """Like `in_float32`, but q, k and v stay bfloat16 if the hardware multiplies bfloat16; all else is float32."""
-    return _widened(
+    return _in_float32_after(
         op,
         lambda q: 3 if q.dtype == torch.bfloat16 and (q.is_cuda or CPU_MULTIPLIES_BFLOAT16) else 0,
     )
@@ -40,26 +40,26 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
-    """`op` without autocast, with all but the first `kept(q)` arguments in float32; its output o has the dtype of q."""
+def _in_float32_after(op: Callable, num_unchanged: Callable[[Tensor], int]) -> Callable:
+    """`op` without autocast, whose arguments after the first `num_unchanged(q)` are float32, and whose o is like q."""
 
     @wraps(op)
-    def wide_op(*args, **kwargs):
+    def op_in_float32(*args, **kwargs):
         q = args[0]
-        n = kept(args[0])
-        wide = torch.promote_types(q.dtype, torch.float32)
-        others = [_widen(x, wide) for x in args[n:]]
-        kwargs = {name: _widen(x, wide) for name, x in kwargs.items()}
+        n = num_unchanged(q)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        others = [_converted(x, dtype) for x in args[n:]]
+        kwargs = {name: _converted(x, dtype) for name, x in kwargs.items()}
         o, state = without_autocast(op, *args[:n], *others, **kwargs)
         return o.to(q.dtype), state
 
-    return wide_op
+    return op_in_float32
 
 
-def _widen(x, dtype: torch.dtype):
-    """Convert floating point tensors, also within tuples, to a dtype; those that have it stay the same objects."""
+def _converted(x, dtype: torch.dtype):
+    """Floating point tensors, also within tuples, in a dtype; those that have it stay the same objects."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
     if not isinstance(x, tuple) or all(not isinstance(y, Tensor) or y.dtype == dtype for y in x):
         return x
-    return tree_map(lambda y: _widen(y, dtype), x)
+    return tree_map(lambda y: _converted(y, dtype), x)

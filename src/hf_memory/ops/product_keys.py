@@ -23,6 +23,7 @@ def best_slots(q: Tensor, keys: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     if not 1 <= top_k <= n:
         raise ValueError(f"top_k must be from 1 to num_product_keys={n}, got {top_k}")
     scores, halves = torch.einsum("...hsk,shnk->...hsn", q.unflatten(-1, (2, -1)), keys).topk(top_k)
-    (first, second), (i, j) = scores.unbind(-2), halves.unbind(-2)
+    first, second = scores.unbind(-2)
+    i, j = halves.unbind(-2)
     scores, pairs = (first[..., :, None] + second[..., None, :]).flatten(-2).topk(top_k)
     return scores, i.gather(-1, pairs // top_k) * n + j.gather(-1, pairs % top_k)

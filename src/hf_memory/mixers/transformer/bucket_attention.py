@@ -14,7 +14,7 @@ SORTED_BLOCK = 32  # sorted queries of a block: in longer blocks there are more 
 
 
 def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> Attended:
-    """Softmax attention to earlier tokens with the same last bucket, of which no earlier bucket is the same.
+    """Softmax attention to the earlier tokens that share a query's last bucket, and none of its buckets before that.
 
     Tokens are sorted by bucket. Each block of queries is compared only with the blocks of keys that it sees something
     of, so that the cost follows the actual sizes of the buckets.
@@ -28,56 +28,64 @@ def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> At
     Returns:
         Outputs [N, T, V], and the logarithms of their masses [N, T].
     """
-    (N, T, _), C = q.shape, min(q.shape[1], SORTED_BLOCK)
-    order, asking, starts, ends = _sorted_by(buckets[..., -1], T)
-    q, starts, ends = (_in_blocks(x, asking, C) for x in (q, starts, ends))
-    k, v = (_in_blocks(x, order, C) for x in (k, v))
+    N, T, _ = q.shape
+    C = min(q.shape[1], SORTED_BLOCK)
+    k_order, q_order, starts, ends = _sorted_by(buckets[..., -1], T)
+    q, starts, ends = (_in_blocks(x, q_order, C) for x in (q, starts, ends))
+    k, v = (_in_blocks(x, k_order, C) for x in (k, v))
+    # all pairs of a block of queries and one of the blocks of keys that it sees, which follow each other in a row
     first = starts[:, 0] // C
     number = ((ends.amax(1) + C - 1) // C - first).clamp(min=0)
-    asks = torch.arange(len(q), device=q.device).repeat_interleave(
-        number
-    )  # block of queries of each pair
-    nth = first[asks] + torch.arange(len(asks), device=q.device) - (number.cumsum(0) - number)[asks]
-    asked = asks // (len(q) // N) * (len(k) // N) + nth
-    places = (C * nth[:, None] + torch.arange(C, device=q.device)).int()[:, None]
-    visible = (places >= starts[asks, :, None]) & (places < ends[asks, :, None])
-    for others in buckets[..., :-1].unbind(-1):
-        mine = _in_blocks(others[:, -T:], asking, C)
-        theirs = _in_blocks(others, order, C)
-        visible &= mine[asks, :, None] != theirs[asked, None]
+    q_block = torch.arange(len(q), device=q.device).repeat_interleave(number)
+    nth_pair = torch.arange(len(q_block), device=q.device) - (number.cumsum(0) - number)[q_block]
+    block_in_row = first[q_block] + nth_pair
+    k_block = q_block // (len(q) // N) * (len(k) // N) + block_in_row
+    places = (C * block_in_row[:, None] + torch.arange(C, device=q.device)).int()[:, None]
+    visible = (places >= starts[q_block, :, None]) & (places < ends[q_block, :, None])
+    for earlier_bucket in buckets[..., :-1].unbind(-1):
+        q_bucket = _in_blocks(earlier_bucket[:, -T:], q_order, C)
+        k_bucket = _in_blocks(earlier_bucket, k_order, C)
+        visible &= q_bucket[q_block, :, None] != k_bucket[k_block, None]
     k = k.mT.contiguous()  # so that sums of its gradient are of contiguous blocks
-    scores = upcast(_Selected.apply(q, asks) @ _Selected.apply(k, asked)).masked_fill_(
-        ~visible, -torch.inf
-    )
-    both = _softmax_of_parts(scores, _Selected.apply(v, asked), asks, len(q))
-    o, mass = (
-        _Permuted.apply(x.unflatten(0, (N, -1)).flatten(1, 2)[:, :T], asking.after, asking.before)
-        for x in both
-    )
+    scores = upcast(_Selected.apply(q, q_block) @ _Selected.apply(k, k_block))
+    scores = scores.masked_fill_(~visible, -torch.inf)
+    sorted_results = _softmax_of_parts(scores, _Selected.apply(v, k_block), q_block, len(q))
+    rows = (x.unflatten(0, (N, -1)).flatten(1, 2)[:, :T] for x in sorted_results)
+    o, mass = (_Permuted.apply(x, q_order.after, q_order.before) for x in rows)
     return o, mass
 
 
 class Order(NamedTuple):
-    """The place of each token before it was moved, and after, both [N, T]."""
+    """An order of the tokens of each row."""
 
-    before: Tensor
-    after: Tensor
+    before: Tensor  # [N, T], the place that the token at each place of the order had before
+    after: Tensor  # [N, T], the place in the order of the token at each place before
 
 
 def _sorted_by(bucket: Tensor, T: int) -> tuple[Order, Order, Tensor, Tensor]:
-    """The order of all tokens [N, S] and of the last T, and the range of places that each of these sees."""
-    order = bucket.argsort(dim=1, stable=True)
-    place = order.argsort(1)
-    mine = bucket[:, -T:].contiguous()
-    asking = place[:, -T:].argsort(1)
-    starts = torch.searchsorted(bucket.gather(1, order), mine)
-    ends = place[:, -T:].where(mine >= 0, 0)
-    return Order(order, place), Order(asking, asking.argsort(1)), starts.int(), ends.int()
+    """Sort the keys by bucket, and the queries, which are the last T tokens.
+
+    Args:
+        bucket: [N, S], the bucket of each token.
+        T: number of queries.
+
+    Returns:
+        The order of the keys and that of the queries; and the range of places in the order of the keys that each query
+        sees, [N, T] twice: from the first key of its bucket to the last one before itself.
+    """
+    k_order = bucket.argsort(dim=1, stable=True)
+    k_place = k_order.argsort(1)
+    q_bucket = bucket[:, -T:].contiguous()
+    q_order = k_place[:, -T:].argsort(1)
+    starts = torch.searchsorted(bucket.gather(1, k_order), q_bucket)
+    ends = k_place[:, -T:].where(q_bucket >= 0, 0)
+    return Order(k_order, k_place), Order(q_order, q_order.argsort(1)), starts.int(), ends.int()
 
 
 def _in_blocks(x: Tensor, order: Order, C: int) -> Tensor:
     """x [N, T, ...] in this order, cut into blocks [N * blocks, C, ...] and padded with zeros."""
-    x, pad = _Permuted.apply(x, *order), -x.shape[1] % C
+    pad = -x.shape[1] % C
+    x = _Permuted.apply(x, *order)
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) if pad else x
     return x.unflatten(1, (-1, C)).flatten(0, 1)
 

@@ -52,16 +52,14 @@ def in_buckets(
         The heads [B, T, HQ, D], and the states of `bucket_spec`.
     """
     unit = unit_length(q)
-    asked = buckets(unit.detach())
+    q_buckets = buckets(unit.detach())
     q, k = mixer.rotate(q, unit, context.positions)
     tokens, tokens_read = context.places(k)
-    past, (bucket, new) = (
-        Everything().read(k, v, tokens, context),
-        context.grown({"buckets": asked}),
-    )
+    past = Everything().read(k, v, tokens, context)
+    bucket, new = context.grown({"buckets": q_buckets})
     seen = past.near._replace(values=repeat_heads(past.values, q.shape[2]), sees=earlier)
     attend = _all_pairs if q.shape[1] == 1 or torch.compiler.is_compiling() else _sorted
-    attended = attend(q, tokens, asked, seen, bucket["buckets"], mixer.scaling)
+    attended = attend(q, tokens, q_buckets, seen, bucket["buckets"], mixer.scaling)
     itself = repeat_heads(v, q.shape[2]), torch.full_like(attended[1], ITSELF)
     return joined_softmax(attended, itself)[0], past.states | new | {"tokens_read": tokens_read}
 
@@ -79,20 +77,20 @@ def bucket_spec(config, share: int, rounds: int) -> Spec:
 
 
 def _all_pairs(
-    q: Tensor, tokens: Tokens, asked: Tensor, seen: Columns, buckets: Tensor, scaling: float
+    q: Tensor, tokens: Tokens, q_buckets: Tensor, seen: Columns, buckets: Tensor, scaling: float
 ) -> Attended:
     """Attention of few queries, compared with all tokens, one block at a time."""
     parts = []
     groups = blocks_in_turn(q, tokens, BLOCK, seen, lambda here: slice(None))
-    for blocks, mine in zip(groups, asked.split(BLOCK, 1)):
-        same = (mine[:, :, None] == buckets[:, None]).any(-1)  # [B, C, S, H]
-        blocks = blocks._replace(visible=blocks.visible & same.permute(0, 3, 1, 2))
+    for blocks, bucket_of_block in zip(groups, q_buckets.split(BLOCK, 1)):
+        is_same = (bucket_of_block[:, :, None] == buckets[:, None]).any(-1)  # [B, C, S, H]
+        blocks = blocks._replace(visible=blocks.visible & is_same.permute(0, 3, 1, 2))
         parts.append(Scores(scaling).attend_with_mass(blocks))
     return attended_rows(parts, q)
 
 
 def _sorted(
-    q: Tensor, tokens: Tokens, asked: Tensor, seen: Columns, buckets: Tensor, scaling: float
+    q: Tensor, tokens: Tokens, q_buckets: Tensor, seen: Columns, buckets: Tensor, scaling: float
 ) -> Attended:
     """Attention of the last tokens to all tokens, with tokens sorted by bucket, one round after the other."""
     is_token = (seen.tokens.position >= 0)[..., None, None]
@@ -204,7 +202,7 @@ class RoutingMixer(TransformerMixer):
         with torch.no_grad():
             q = self.by_head(self.q_proj(hidden_states))
             if self.share > 1:
-                q = _in_turn(q, q.shape[2] // self.num_key_value_groups)[1]
+                q = _alternating(q, q.shape[2] // self.num_key_value_groups)[1]
             x = unit_length(q)
         return 1 - upcast(self._cosines(x)).amax(-1).mean(-1)
 
@@ -214,7 +212,7 @@ class RoutingMixer(TransformerMixer):
         if self.share == 1:
             return in_buckets(self, q, v, self.buckets, context)
         self.check_split(q, self.share * self.num_key_value_groups)
-        (near_q, q), (near_v, v) = (_in_turn(x, v.shape[2]) for x in (q, v))
+        (near_q, q), (near_v, v) = (_alternating(x, v.shape[2]) for x in (q, v))
         near_k = self.by_head(self.k_proj(hidden_states))
         near_q, near_k = self.rotate(near_q, near_k, context.positions)
         near, kept = window_attention(
@@ -241,6 +239,6 @@ def _near(config) -> Window:
     return Window.of_last(config.pattern_size, prefix="near_")
 
 
-def _in_turn(x: Tensor, H: int) -> tuple[Tensor, ...]:
-    """The heads [B, T, HQ, D] of every second of H groups, and those of the others."""
+def _alternating(x: Tensor, H: int) -> tuple[Tensor, ...]:
+    """The heads [B, T, HQ / 2, D] of the first, third, ... of H groups, and those of the second, fourth, ... ones."""
     return tuple(y.flatten(2, 3) for y in x.unflatten(2, (H // 2, 2, -1)).unbind(3))

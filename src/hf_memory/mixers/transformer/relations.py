@@ -14,7 +14,7 @@ from hf_memory.mixers.attention_blocks import Blocks
 
 
 def _nothing(self, weights: Tensor, blocks: Blocks) -> None:
-    """See `Relation`: nothing is added to the values."""
+    """See `Relation.read`: nothing is added to the values."""
 
 
 def sinusoids(positions: Tensor, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,8 +87,9 @@ class Shaw(nn.Module):
 
 
 class TransformerXL(nn.Module):
-    """s_ij = ((q_i + u) k_j + (q_i + v) W r_{i-j}) / sqrt(D), r_d the sines and cosines of d.
+    """s_ij = ((q_i + u) k_j + (q_i + v) W r_{i-j}) / sqrt(D), where r_d has the sines and cosines of a distance d.
 
+    u is `content_bias`, v is `distance_bias` and W is `distance_proj`, each for every head.
     https://arxiv.org/abs/1901.02860. By sin(i - j) = sin i cos j - cos i sin j, the second part is a product of a
     vector at i and a vector at j, so that no matrix of distances is needed.
     """
@@ -111,7 +112,8 @@ class TransformerXL(nn.Module):
 
     def forward(self, scores: Tensor, blocks: Blocks, scaling: float) -> Tensor:
         """See `Relation`."""
-        (B, _, H, _), dtype = blocks.keys.shape, scores.dtype
+        B, _, H, _ = blocks.keys.shape
+        dtype = scores.dtype
         content = self.content_bias.to(blocks.keys.dtype).unflatten(0, (H, -1))
         of_keys = torch.einsum("bshd,hgd->bhgs", blocks.keys, content).flatten(1, 2).to(dtype)
         q = blocks.queries.to(dtype) + self.distance_bias.to(dtype)

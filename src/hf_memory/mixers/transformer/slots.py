@@ -32,11 +32,15 @@ COMPRESSIONS = ("mean", "max", "convolution", "most_used")
 class NewBlocks(NamedTuple):
     """Blocks of tokens whose slots are new, U for each row."""
 
-    first: Tensor  # [B], the number of the first of them in its sequence
-    done: Tensor  # [B], how many of them are complete
-    numbers: Tensor  # [B, U], their numbers; -1 if they do not exist
-    ends: Tensor  # [B, U], the places of their last tokens among the new ones
-    places: Tensor  # [B, U * rate], the places of their tokens among the kept and the new ones
+    first: (
+        Tensor  # [B], the number of the first new block, counted from the beginning of the sequence
+    )
+    done: Tensor  # [B], how many blocks are new
+    numbers: Tensor  # [B, U], the numbers of the new blocks; -1 if there are fewer
+    ends: Tensor  # [B, U], the place of a block's last token among the new tokens
+    places: (
+        Tensor  # [B, U * rate], the places of its tokens among the kept tokens, then the new ones
+    )
 
 
 def new_blocks(
@@ -49,7 +53,7 @@ def new_blocks(
     """The blocks that get their slots with the new tokens.
 
     Args:
-        complete: how many blocks have slots after so many tokens.
+        complete: how many blocks have slots after a number of tokens [B], from this number.
         tokens_read: [B], the number of tokens read.
         states: the states before the new tokens.
         sizes: the number of tokens that are kept, and that of the new ones.
@@ -118,7 +122,8 @@ class CompressiveMixer(SegmentMixer):
         self, k: Tensor, v: Tensor, tokens_read: Tensor, context: Context
     ) -> tuple[list[Tensor], NewBlocks, States]:
         """Keys and values [B, U, H, D] of blocks whose last token is new, these blocks, and the states."""
-        rate, (B, T) = self.config.compression_rate, k.shape[:2]
+        rate = self.config.compression_rate
+        B, T = k.shape[:2]
         read, states = kept(
             context.states, {"block_keys": k, "block_values": v}, rate - 1, context.lengths
         )
@@ -150,7 +155,8 @@ class CompressiveMixer(SegmentMixer):
                 self.own_loss(hidden_states[:, here], alone) for here, alone in context.apart()
             ]
             return torch.cat(parts, 1)
-        L, (B, T) = self.config.segment_length, hidden_states.shape[:2]
+        L = self.config.segment_length
+        B, T = hidden_states.shape[:2]
         back = self.config.past_window // L + 1
         n = -(-T // L)
         if n <= back:
@@ -166,10 +172,10 @@ class CompressiveMixer(SegmentMixer):
         q, k, v, slot_k, slot_v = (
             x.transpose(1, 2) for x in (q, k, v, self.compress_keys(k), self.compress_values(v))
         )
-        kept = attend(q, k, v)
-        compressed = attend(q, slot_k, slot_v)  # [B * segments, HQ, L, D]
-        lost = upcast(kept - compressed).square().mean((1, 3)).view(B, -1)
-        return F.pad(lost, (back * L, 0))[:, :T]
+        with_tokens = attend(q, k, v)  # [B * segments, HQ, L, D]
+        with_slots = attend(q, slot_k, slot_v)
+        losses = upcast(with_tokens - with_slots).square().mean((1, 3)).view(B, -1)
+        return F.pad(losses, (back * L, 0))[:, :T]
 
 
 class Compression(nn.Module):
@@ -211,7 +217,8 @@ class MostUsedMixer(SegmentMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
-        (_, heads, _, D, _), window = config.attention_heads, segment_window(config)
+        _, heads, _, D, _ = config.attention_heads
+        window = segment_window(config)
         state = State((config.compressed_length, heads, D), None)
         slots = dict.fromkeys(("compressed_keys", "compressed_values"), state)
         return (
@@ -225,10 +232,10 @@ class MostUsedMixer(SegmentMixer):
         sees any more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
         q, tokens, past = self.read(segment_window(self.config), hidden_states, context)
         near = self.attend_segment(hidden_states, q, tokens, past, context)
-        slots, blocks, used = self._slots(q, tokens, past, context.states)
+        slots, blocks, usage = self._slots(q, tokens, past, context.states)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
-        usage = {"usage": last(used, context.lengths, segment_window(self.config).kept)}
-        return joined_softmax(near, far)[0], past.states | usage | compressed
+        usage = last(usage, context.lengths, segment_window(self.config).kept)
+        return joined_softmax(near, far)[0], past.states | {"usage": usage} | compressed
 
     @torch.no_grad()
     def _slots(
@@ -268,7 +275,8 @@ class MostUsedMixer(SegmentMixer):
         """The attention that each of the columns [B, S, H] receives from queries [B, T, HQ, D]."""
         groups = near_blocks(q, tokens, near, None)
         i = 0
-        (_, S, H, _), C = near.keys.shape, groups[0].queries.shape[1]
+        _, S, H, _ = near.keys.shape
+        C = groups[0].queries.shape[1]
         sums = q.new_zeros(len(q), S + C, H, dtype=upcast(q).dtype)  # the last block may be padded
         for blocks in groups:
             weights, _ = self.scores.weights(blocks)

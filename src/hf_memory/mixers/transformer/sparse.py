@@ -80,7 +80,8 @@ def _sums_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns
 
     The paper sums over the whole text, which would let tokens see the future. A sum has the position of its last token.
     """
-    (n, size), blocks = mixer.compress.shape, _in_blocks(past, mixer.config.pattern_size)
+    n, size = mixer.compress.shape
+    blocks = _in_blocks(past, mixer.config.pattern_size)
     keys, values = (
         torch.einsum("ns,bmshd->bmnhd", mixer.compress.to(x.dtype), x).flatten(1, 2)
         for x in (blocks.keys, blocks.values)
@@ -119,16 +120,17 @@ def _attend_summaries(
 
 def _strided(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
     """Queries at distances that are multiples of the stride see the same far tokens, and form a group."""
-    stride, (B, T) = mixer.config.pattern_size, q.shape[:2]
+    stride = mixer.config.pattern_size
+    B, T = q.shape[:2]
     groups = min(stride, T)
     rest = (tokens.position[:, :1] + torch.arange(groups, device=q.device)) % stride
     places = rest[..., None] + torch.arange(0, past.keys.shape[1], stride, device=q.device)
     seen = _at(past, places.flatten(1))
     pad = -T % groups  # then sorted by position modulo `groups`
     padded = F.pad(q, (0, 0, 0, 0, 0, pad)), F.pad(tokens.position, (0, pad), value=-1)
-    asking, position = (x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2) for x in padded)
-    both = _grouped(mixer, asking, position, seen, groups)
-    o, mass = (x.unflatten(0, (B, groups)).transpose(1, 2).flatten(1, 2)[:, :T] for x in both)
+    q, position = (x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2) for x in padded)
+    results = _grouped(mixer, q, position, seen, groups)
+    o, mass = (x.unflatten(0, (B, groups)).transpose(1, 2).flatten(1, 2)[:, :T] for x in results)
     return o, mass
 
 
@@ -140,20 +142,21 @@ def _random(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Att
     blocks = -(-T // size)
     pad = blocks * size - T
     position = F.pad(tokens.position, (0, pad), value=-1)
-    touched = tokens.position[:, ::size, None] // config.pattern_size + torch.arange(
-        2, device=q.device
-    )
-    drawn = [random_block(touched, i, config.pattern_seed) for i in range(config.num_random_blocks)]
+    # after other tokens, the queries of a group may be in two blocks of the text
+    q_blocks = tokens.position[:, ::size, None] // config.pattern_size
+    q_blocks = q_blocks + torch.arange(2, device=q.device)
+    drawn = [
+        random_block(q_blocks, i, config.pattern_seed) for i in range(config.num_random_blocks)
+    ]
     seen = F.pad(torch.cat(drawn, -1), (1, 0))  # [B, blocks, n], the first block among them
-    twice = (seen[..., :, None] == seen[..., None, :]).tril(-1).any(-1)
-    starts = torch.where(twice, -1, seen)[..., None] * config.pattern_size
+    is_repeated = (seen[..., :, None] == seen[..., None, :]).tril(-1).any(-1)
+    starts = torch.where(is_repeated, -1, seen)[..., None] * config.pattern_size
     places = torch.where(
         starts < 0, -1, starts + torch.arange(config.pattern_size, device=q.device)
     )
     columns = _at(past, places.flatten(1))
-    asking = F.pad(q, (0, 0, 0, 0, 0, pad))
-    both = _grouped(mixer, asking, position, columns, blocks)
-    o, mass = (rows_of([x], q) for x in both)
+    results = _grouped(mixer, F.pad(q, (0, 0, 0, 0, 0, pad)), position, columns, blocks)
+    o, mass = (rows_of([x], q) for x in results)
     return o, mass
 
 
@@ -161,13 +164,13 @@ def _grouped(
     mixer: SparseMixer, q: Tensor, position: Tensor, columns: Columns, groups: int
 ) -> Attended:
     """Attention of queries [B, groups * size], each group to its columns [B, groups * n]: [B * groups, size]."""
-    mine = columns.map(lambda x: x.unflatten(1, (groups, -1)).flatten(0, 1))
-    asking, places = (x.unflatten(1, (groups, -1)).flatten(0, 1) for x in (q, position))
-    return mixer.scores.attend_with_mass(Blocks.of(asking, Tokens(places), mine))
+    columns = columns.map(lambda x: x.unflatten(1, (groups, -1)).flatten(0, 1))
+    q, position = (x.unflatten(1, (groups, -1)).flatten(0, 1) for x in (q, position))
+    return mixer.scores.attend_with_mass(Blocks.of(q, Tokens(position), columns))
 
 
 def _at(past: Columns, places: Tensor) -> Columns:
-    """The tokens at places [B, n]; none at negative places and after the last token."""
+    """The columns at places [B, n] of the past; empty ones where a place is negative or after the last token."""
     is_place = (places >= 0) & (places < past.keys.shape[1])
     inside = places.where(is_place, 0)
     position = past.tokens.position.expand(len(places), -1).gather(1, inside).where(is_place, -1)

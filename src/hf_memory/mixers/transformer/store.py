@@ -63,15 +63,15 @@ class TopTokensMixer(TransformerMixer):
         W = self.config.sliding_window
         k = self.config.memory_top_k
         T = q.shape[1]
-        kept = past.keys.shape[1] - T
-        both = past.keys.detach(), past.values.detach()
-        stored = columns(
-            tokens, context.states.get("tokens_read"), *both, older(W) & window(kept + 1)
-        )
+        num_stored = past.keys.shape[1] - T
+        sees = older(W) & window(num_stored + 1)
+        tokens_read = context.states.get("tokens_read")
+        stored = columns(tokens, tokens_read, past.keys.detach(), past.values.detach(), sees)
         before = stored.keys.shape[1] - T
 
         def part(here: slice) -> slice:
-            return slice(max(0, before + here.start - kept), max(1, before + min(here.stop, T) - W))
+            start = max(0, before + here.start - num_stored)
+            return slice(start, max(1, before + min(here.stop, T) - W))
 
         return attended_rows(
             (_best(x, scores, k) for x in blocks_in_turn(q, tokens, BLOCK, stored, part)), q
@@ -83,18 +83,18 @@ def _store(config, prefix: str = "") -> Window:
 
 
 def _best(blocks: Blocks, rule: Scores, k: int) -> Attended:
-    later_first = LEAST * blocks.k_pos[:, None, None]  # among scores that are exactly zero
-    unseen = torch.where(
-        blocks.visible, later_first, -torch.inf
-    )  # adding it is much faster than masked_fill_
-    scores = rule.of(blocks).add_(unseen[:, :, None])  # [B, H, G, C, S]
+    """Attention to the k keys with the highest scores; among scores that are exactly zero, to the latest keys."""
+    tie_breaks = LEAST * blocks.k_pos[:, None, None]
+    # adding what hides keys is much faster than masked_fill_
+    added = torch.where(blocks.visible, tie_breaks, -torch.inf)
+    scores = rule.of(blocks).add_(added[:, :, None])  # [B, H, G, C, S]
     best, places = scores.topk(min(k, scores.shape[-1]))
     weights, mass = softmax_of(best, best.isfinite())
     o = sums_at(places, weights, blocks.values)
     if rule.relation is not None:
         all_weights = torch.zeros_like(scores).scatter(-1, places, weights).flatten(1, 2)
-        beside = rule.relation.read(all_weights, blocks)
-        o = o if beside is None else o + beside.to(o.dtype)
+        of_distances = rule.relation.read(all_weights, blocks)
+        o = o if of_distances is None else o + of_distances.to(o.dtype)
     return o, mass[..., 0].permute(0, 3, 1, 2).flatten(2)
 
 
@@ -123,7 +123,7 @@ class MemorizingMixer(TopTokensMixer):
         o = local + gate (remembered - local)
         remembered = sum over the memory_top_k best of softmax(scale cos(q, k)) v
 
-    or both in one softmax, over the scores of the window and those of the best.
+    With `memory_join="softmax"` there is no gate, but one softmax over the scores of the window and those of the best.
     The store has unrotated keys. The gate is a learned number for each head; at 0 the mixer is attention over a
     window, and the gate has a gradient.
     """
@@ -138,8 +138,10 @@ class MemorizingMixer(TopTokensMixer):
     @property
     def new_part(self) -> nn.Module | None:
         """The part that reads the store; the whole mixer if its positions are not rotary as in a teacher."""
-        own = [self.memory_gate, self.memory_scale] if self.has_gate else [self.memory_scale]
-        return nn.ParameterList(own) if super().new_part is None else self
+        if super().new_part is not None:
+            return self
+        gates = [self.memory_gate] if self.has_gate else []
+        return nn.ParameterList([*gates, self.memory_scale])
 
     def init_own_parameters(self) -> None:
         """The gate starts at one half, and the scale so large that one key can dominate many others."""
@@ -175,13 +177,13 @@ class MemorizingMixer(TopTokensMixer):
         keys of unit length, `memory_keys` and `memory_values` [B, sliding_window + memory_size - 1, H, D]."""
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.places(k)
-        asking, keys = self.rotate(q, k, context.positions)
-        past = _store(self.config)._replace(spare=0).read(keys, v, tokens, context)
+        rotated_q, rotated_k = self.rotate(q, k, context.positions)
+        past = _store(self.config)._replace(spare=0).read(rotated_k, v, tokens, context)
         store = _store(self.config, "memory_").read(
             unit_length(k).detach(), v.detach(), tokens, context
         )
         states = past.states | store.states | {"tokens_read": tokens_read}
-        local = self.attend_near(asking, tokens, past.near)
+        local = self.attend_near(rotated_q, tokens, past.near)
         scaled = unit_length(q) * self.memory_scale.to(q.dtype)[:, None]
         remembered = self.best_of_store(Scores(1.0), scaled, tokens, store, context)
         if not self.has_gate:

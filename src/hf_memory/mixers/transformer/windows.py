@@ -54,12 +54,10 @@ class LocalMixer(TransformerMixer):
         """The states are those of `window_attention`."""
         inputs = self.projected(hidden_states, context)
         pattern = pattern_of(self.config, self.layer_idx)
-        reach = None  # also for a few tokens, and where reading spans would break a graph
-        if (
-            self.learns_spans
-            and hidden_states.shape[1] > BLOCK
-            and not torch.compiler.is_compiling()
-        ):
+        reach = None
+        # reading spans costs more than it saves for a few tokens, and would break a graph
+        is_long = hidden_states.shape[1] > BLOCK and not torch.compiler.is_compiling()
+        if self.learns_spans and is_long:
             reach = math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
         return window_attention(*inputs, context, pattern, self.scores, reach=reach)
 
@@ -104,31 +102,34 @@ class InfiniteMixer(TransformerMixer):
         most = self.config.num_sink_tokens + self.config.sliding_window - 1
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.places(k)
-        asking, k = self.rotate(q, k, context.positions)
+        near_q, k = self.rotate(q, k, context.positions)
         past = _first_and_last(self.config).read(k, v, tokens, context)
-        far = asking
+        first_q = near_q  # which see the first tokens
         new = past.states | {"tokens_read": tokens_read}
         if context.positions is not None:
             before = context.states.get("last_angles")
             turned, new["last_angles"] = _last_turn(q, context.positions, tokens, most, before)
-            far = torch.where((tokens.position <= most)[..., None, None], asking, turned)
+            first_q = torch.where((tokens.position <= most)[..., None, None], near_q, turned)
         if past.first is None:
-            return self.attend_near(asking, tokens, past.near)[0], new
+            return self.attend_near(near_q, tokens, past.near)[0], new
         if self.scores.is_plain:
-            return self._in_one_call(asking, far, tokens, past), new
+            return self._in_one_call(near_q, first_q, tokens, past), new
         places = tokens.map(lambda x: x.clamp(max=most))
-        first = self.scores.attend_with_mass(Blocks.of(far, places, past.first))
-        return joined_softmax(self.attend_near(asking, tokens, past.near), first)[0], new
+        first = self.scores.attend_with_mass(Blocks.of(first_q, places, past.first))
+        return joined_softmax(self.attend_near(near_q, tokens, past.near), first)[0], new
 
-    def _in_one_call(self, q: Tensor, far: Tensor, tokens: Tokens, past: Past) -> Tensor:
-        """Softmax attention whose queries are q for the tokens that are near, and `far` for the first ones.
+    def _in_one_call(self, q: Tensor, first_q: Tensor, tokens: Tokens, past: Past) -> Tensor:
+        """Softmax attention whose queries are q for the tokens that are near, and `first_q` for the first ones.
 
-        The products with these are more channels of the queries, which the first tokens have as unit vectors: twice,
-        since a product in float32 is the sum of two numbers of a shorter type.
+        One call of fused attention has one set of queries. So their products with the first tokens are computed before,
+        and are given to it as further channels of the queries, of which the first tokens have unit vectors. There are
+        twice as many, since a product in float32 is the sum of two numbers of a shorter type.
         """
-        (_, S, H, _), D = past.first.keys.shape, q.shape[-1]
+        _, S, H, _ = past.first.keys.shape
+        D = q.shape[-1]
         products = torch.einsum(
-            "bthgd,bshd->bthgs", *(upcast(x) for x in (far.unflatten(2, (H, -1)), past.first.keys))
+            "bthgd,bshd->bthgs",
+            *(upcast(x) for x in (first_q.unflatten(2, (H, -1)), past.first.keys)),
         )
         products = products.flatten(2, 3)
         more = products.to(q.dtype)
@@ -196,15 +197,19 @@ class SegmentMixer(TransformerMixer):
         """Attention to the segment and the window before it, of which only the segment gets a gradient."""
         if not torch.is_grad_enabled():
             return self.attend_near(q, tokens, past.near)
-        own = causal & own_block(self.config.segment_length)
+        in_segment = causal & own_block(self.config.segment_length)
         m = self.config.past_window
         segment = columns(
-            tokens, context.states.get("tokens_read"), past.keys[:, m:], past.values[:, m:], own
+            tokens,
+            context.states.get("tokens_read"),
+            past.keys[:, m:],
+            past.values[:, m:],
+            in_segment,
         )
         _, k, v = self.projected(hidden_states.detach(), context)
         detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
         window = segment_window(self.config)
-        before = window._replace(sees=window.sees & ~own).read(k, v, tokens, detached).near
+        before = window._replace(sees=window.sees & ~in_segment).read(k, v, tokens, detached).near
         return joined_softmax(
             self.attend_near(q, tokens, segment), self.attend_near(q, tokens, before)
         )

@@ -1,4 +1,4 @@
-"""What has been made of the delta rule since: DeltaProduct, Gated DeltaNet 2, Comba and preconditioning."""
+"""Later variants of the delta rule: DeltaProduct, Gated DeltaNet 2, Comba and preconditioning."""
 
 import math
 from dataclasses import replace
@@ -37,18 +37,20 @@ class DeltaProductMixer(DeltaNetMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """As of DeltaNet, with wider convolutions of keys and values."""
+        """The states of DeltaNet, where the convolutions of keys and values have n times as many channels."""
         spec = super().state_spec(config, layer_idx)
         n = config.num_householder
-        before = {x: spec[x] for x in ("k_conv", "v_conv") if x in spec}
-        return spec | {x: replace(s, shape=(s.shape[0], n * s.shape[1])) for x, s in before.items()}
+        for name in {"k_conv", "v_conv"} & spec.keys():
+            width, channels = spec[name].shape
+            spec[name] = replace(spec[name], shape=(width, n * channels))
+        return spec
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, K], and k and v with n tokens in place of each."""
+        """q [B, T, H, K], k [B, T * n, H, K] and v [B, T * n, HV, V]: each token has n keys and values."""
         q, k, v = super().split_heads(q, k, v)
-        return q, self._in_turn(k), self._in_turn(v)
+        return q, self._steps_as_tokens(k), self._steps_as_tokens(v)
 
-    def _in_turn(self, x: Tensor) -> Tensor:
+    def _steps_as_tokens(self, x: Tensor) -> Tensor:
         """[B, T, n * H, ...] -> [B, T * n, H, ...]."""
         return x.unflatten(2, (self.steps, -1)).flatten(1, 2)
 
@@ -67,7 +69,9 @@ class DeltaProductMixer(DeltaNetMixer):
         q = F.pad(q[:, :, None], (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
         if g is not None:
             g = F.pad(g[:, :, None], (0, 0) * (g.ndim - 2) + (0, n - 1)).flatten(1, 2)
-        o, states = super().update(hidden_states, context, Written(q, k, v, g, self._in_turn(beta)))
+        o, states = super().update(
+            hidden_states, context, Written(q, k, v, g, self._steps_as_tokens(beta))
+        )
         return o[:, n - 1 :: n], states
 
 
@@ -94,17 +98,16 @@ class GatedDeltaNet2Mixer(DeltaNetMixer):
         write = self.w_proj(hidden_states).sigmoid()
         b = repeat_heads(k, v.shape[2])
         a = -(g.exp() * beta.view_as(b) * b).to(k.dtype)
-        v, one = write.view_as(v) * v, torch.ones_like(beta[..., : v.shape[2]])
-        return self.remember(
-            hidden_states, context, Written(unit_length(q), k, v, g, one), a=a, b=b
-        )
+        ones = torch.ones_like(beta[..., : v.shape[2]])
+        written = Written(unit_length(q), k, write.view_as(v) * v, g, ones)
+        return self.remember(hidden_states, context, written, a=a, b=b)
 
 
 class CombaMixer(DeltaNetMixer):
     """S <- e^g S + beta k (v - S^T p)^T;   o = S^T (q - D p), with p = sigmoid(inner_decay) k.
 
-    The memory is asked before it decays, and what it returns for p is taken from what it is asked for. As in the
-    published code, p and q - D p are at unit length where they read. https://arxiv.org/abs/2506.02475.
+    The value that the memory predicts for p is that before the decay, and queries are corrected by D p. As in the
+    published code, p and q - D p are scaled to unit length before they read. https://arxiv.org/abs/2506.02475.
     """
 
     has_levels = False
@@ -117,7 +120,7 @@ class CombaMixer(DeltaNetMixer):
         self.D = nn.Parameter(torch.empty(heads))
 
     def start_open(self, half_life: int) -> None:
-        """Start without correction of the queries."""
+        """Set D to zero, so that queries start without a correction."""
         self.D.zero_()
 
     def update(
@@ -138,7 +141,8 @@ class CombaMixer(DeltaNetMixer):
 class PreconditionedMixer(DeltaNetMixer):
     """A <- e^f A + c k^2;   S <- e^g S;   S <- S + beta (m k) (v - S^T k)^T, with m = 1.5^-softsign(log A - center).
 
-    Channels of keys that were written often are written less. https://arxiv.org/abs/2604.21100.
+    A has the decayed sum of squares of each key channel, so channels that have been written more get smaller writes.
+    https://arxiv.org/abs/2604.21100.
     """
 
     has_levels = False
@@ -153,7 +157,7 @@ class PreconditionedMixer(DeltaNetMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """As of DeltaNet, with the sums of squares of keys."""
+        """The states of DeltaNet, and the sums A of squares of keys."""
         heads, _, _, K, _ = config.memory_heads
         return super().state_spec(config, layer_idx) | {"key_squares": State((heads, 1, K))}
 

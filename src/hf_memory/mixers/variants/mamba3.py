@@ -22,7 +22,8 @@ class Mamba3Mixer(MemoryMixer):
     head, and half of their channels, in pairs, turn by angles d pi tanh(W x), which add up from token to token. Whole
     turns are taken off in float64, so that angles have the same error after many tokens as after a few.
 
-    Computed as linear attention: token j is written with m_j + c_{j+1}, of which c_{j+1} is not seen by itself.
+    Token j is written twice, with m_j and one step later with c_{j+1}. This is linear attention in which it is written
+    once with m_j + c_{j+1}; what its own query sees of the second write too early is subtracted from the output.
     """
 
     has_silu = False
@@ -47,12 +48,11 @@ class Mamba3Mixer(MemoryMixer):
         """The memory, the last key and value, and the angles."""
         spec = super().state_spec(config, layer_idx)
         heads, K, V = spec["memory"].shape
-        own = {
+        return spec | {
             "last_keys": State((1, heads, K)),
             "last_values": State((1, heads, V)),
             "angles": State((heads, K // 4)),
         }
-        return spec | own
 
     def scale_output(self, factor: Tensor) -> None:
         """Scale the values, of which the output is a multiple."""
@@ -66,18 +66,18 @@ class Mamba3Mixer(MemoryMixer):
         g, steps = self.decay(hidden_states)
         q, k, new_states["angles"] = self._turned(q, k, hidden_states, steps, context)
         share = upcast(self.share_proj(hidden_states)).sigmoid()
-        later, memory = self._later(steps * (1 - share), context)
+        next_c, memory = self._second_writes(steps * (1 - share), context)
         _, last = kept(context.states, {"last_keys": k, "last_values": x}, 1, context.lengths)
         o, new_states["memory"] = linear_attention(
             q,
             k,
-            ((steps * share + later)[..., None] * x).to(x.dtype),
+            ((steps * share + next_c)[..., None] * x).to(x.dtype),
             g,
             scale=1.0,
             in_place=True,
             **(context.options(self.config.mixer_backend) | {"initial_state": memory}),
         )
-        unseen = later * (upcast(q) * upcast(k)).sum(-1)
+        unseen = next_c * (upcast(q) * upcast(k)).sum(-1)
         o = (o + (upcast(self.D) - unseen)[..., None].to(x.dtype) * x).flatten(-2)
         return self.o_proj(o * F.silu(self.g_proj(hidden_states))), new_states | last
 
@@ -99,22 +99,32 @@ class Mamba3Mixer(MemoryMixer):
         sin = angles.sin()
         return *(_turn(x, cos, sin) for x in (q, k)), angles[:, -1]
 
-    def _later(self, shares: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """What the token after each gives it [B, T, HV], and the memory with what the first token gives the last."""
+    def _second_writes(self, c: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """The strength c_{t+1} of each token's second write, and the memory with the second write of an earlier token.
+
+        Args:
+            c: [B, T, HV], the strengths c_t of the new tokens.
+            context: their context.
+
+        Returns:
+            c_{t+1} [B, T, HV], zero for the last token of a sequence, whose second write is that of a later call; and
+            the memory [B, HV, K, V] with the second write of the token before the new ones, None if there is none.
+        """
         if context.attention_mask is not None:
-            shares = blank(shares, context.attention_mask)
-        later = F.pad(shares[:, 1:], (0, 0, 0, 1))
+            c = blank(c, context.attention_mask)
+        next_c = F.pad(c[:, 1:], (0, 0, 0, 1))
         if context.cu_seqlens is not None:
             ends = context.cu_seqlens[1:].long() - 1
-            later = later.index_fill(1, ends[ends >= 0], 0)
+            next_c = next_c.index_fill(1, ends[ends >= 0], 0)
         if not context.states:
-            return later, None
-        both = (context.states[name] for name in ("last_keys", "last_values"))
-        keys, values = (x[:, 0, :, :, None].to(shares.dtype) for x in both)
-        given = (
-            shares[:, 0, :, None, None] * keys * values.mT
-        )  # not a product of matrices, which autocast would round
-        return later, context.states["memory"] + given
+            return next_c, None
+        last_key, last_value = (
+            context.states[name][:, 0, :, :, None].to(c.dtype)
+            for name in ("last_keys", "last_values")
+        )
+        # not a product of matrices, which autocast would round
+        second_write = c[:, 0, :, None, None] * last_key * last_value.mT
+        return next_c, context.states["memory"] + second_write
 
 
 def _in_one_turn(half_turns: Tensor) -> Tensor:

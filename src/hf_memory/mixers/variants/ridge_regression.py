@@ -38,7 +38,7 @@ class MesaMixer(MemoryMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """The sums of products of keys and values and of keys, and the last inputs of the convolutions."""
+        """The sums S and H of products of keys with values and with keys, and the last inputs of the convolutions."""
         spec = super().state_spec(config, layer_idx)
         K = config.memory_heads[3]
         return spec | {"key_products": State((config.num_output_heads, K, K))}
@@ -52,7 +52,7 @@ class MesaMixer(MemoryMixer):
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | state._asdict()
 
     def gates(self, hidden_states: Tensor) -> dict[str, Any]:
-        """Arguments of the op: write strength, decay and regulariser."""
+        """Arguments of the op: beta and g [B, T, HV], and the regulariser [HV, K] in float32."""
         ridge = F.softplus(upcast(self.ridge)).unflatten(0, (-1, self.head_dim)) + LEAST_RIDGE
         return {
             "beta": upcast(self.b_proj(hidden_states)).sigmoid(),
@@ -62,7 +62,9 @@ class MesaMixer(MemoryMixer):
 
 
 class KalmanMixer(MesaMixer):
-    """The same with (beta + 1e-6)^2 and L = |H| / 50, and o = S^T (q + alpha (x - q)) for x = (H + L)^-1 q.
+    """The memory of `MesaMixer` with (beta + 1e-6)^2 for beta, L = |H| / 50, and another read.
+
+        o = S^T (q + alpha (x - q)),   x = (H + L)^-1 q
 
     https://arxiv.org/abs/2511.21016.
     """
@@ -78,7 +80,7 @@ class KalmanMixer(MesaMixer):
         del self.ridge
 
     def gates(self, hidden_states: Tensor) -> dict[str, Any]:
-        """See `MesaMixer`; with how much of the solution reads."""
+        """Arguments of the op: beta, g and alpha [B, T, HV] in float32, and the regulariser relative to |H|."""
         strength, alpha = (
             upcast(proj(hidden_states)).sigmoid() for proj in (self.b_proj, self.alpha_proj)
         )

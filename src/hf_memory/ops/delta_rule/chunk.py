@@ -100,14 +100,12 @@ def _rank_one_segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Ten
     queries = rows_by_head(grouped_rows(q, k), k)
     reads = torch.cat([queries.to(b.dtype), _one_later(a, -1).unsqueeze(-3)], -3)
     writes = torch.stack([k.to(b.dtype), b]).unsqueeze(-3)
-    found, read_in, write_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
-    q_in, a_in, (k_out, b_out) = (
-        read_in[..., :-1, :, :].flatten(-3, -2),
-        read_in[..., -1, :, :],
-        write_out.squeeze(-3),
-    )
-    P_k, P_b = found[..., :-1, :, :].flatten(-3, -2)  # products of q with k and b
-    A_k, A_b = _one_later(found[..., -1, :, :])  # products of a with k and b
+    products, read_in, write_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
+    q_in = read_in[..., :-1, :, :].flatten(-3, -2)
+    a_in = read_in[..., -1, :, :]
+    k_out, b_out = write_out.squeeze(-3)
+    P_k, P_b = products[..., :-1, :, :].flatten(-3, -2)  # products of q with k and b
+    A_k, A_b = _one_later(products[..., -1, :, :])  # products of a with k and b
     a_in = torch.cat([a[..., :1, :], a_in[..., :-1, :]], dim=-2)
     P_k, P_b, A_k, q_in, a_in, k_out, b_out = (
         x.to(v.dtype) for x in (P_k, P_b, A_k, q_in, a_in, k_out, b_out)
@@ -134,10 +132,16 @@ def _one_later(rows: Tensor, tokens: int = 1) -> Tensor:
 
 
 def decayed(q: Tensor, k: Tensor, g: Tensor | None):
-    """P, A without beta, decayed q and k that read the state, decayed k that write to it, and the state's decay.
+    """The matrices of the first equations of the module's docstring, with A before its rows are multiplied by beta.
 
-    The rows of q are those of one or several heads, stacked. A is computed in float32, since its inverse amplifies
-    rounding errors if keys are similar.
+    Args:
+        q: queries [..., G * C, K] of chunks, the rows of G heads that read one state.
+        k: keys [..., C, K].
+        g: natural logarithms of the decay [..., C] or [..., C, K], or None.
+
+    Returns:
+        P; A, in float32, since its inverse amplifies rounding errors if keys are similar; Q e^b and K e^b, which read
+        the state before the chunk; K e^(b_C - b), which writes to the state after it; and e^(b_C), None without g.
     """
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
     if g is None:
@@ -153,8 +157,9 @@ def decayed(q: Tensor, k: Tensor, g: Tensor | None):
     if g.ndim == q.ndim:
         reads = torch.cat([queries.to(wide), wide.unsqueeze(-3)], -3)
         writes = wide.unsqueeze(-3)
-        found, read_in, k_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
-        (P, A), (q_in, k_in) = ((x[..., :-1, :, :], x[..., -1, :, :]) for x in (found, read_in))
+        products, read_in, k_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
+        P, A = products[..., :-1, :, :], products[..., -1, :, :]
+        q_in, k_in = read_in[..., :-1, :, :], read_in[..., -1, :, :]
         k_out = k_out.squeeze(-3)
         decay = decay.squeeze(-3)
     else:
@@ -207,13 +212,13 @@ class _Pass(torch.autograd.Function):
         inverse = inverse.to(R.dtype)
         dS_after = torch.empty_like(S)
         W = torch.empty_like(R)
-        minus_dR = torch.empty_like(R)  # W: of diag(beta) R
+        negated_dR = torch.empty_like(R)  # W: of diag(beta) R
         for n in reversed(range(len(R))):
             dS_n = dS_after[n].copy_(dS)
             torch.bmm(inverse[n].mT, torch.baddbmm(P[n].mT @ do[n], k_out[n], dS_n), out=W[n])
-            minus_dR[n] = -beta[n] * W[n]
+            negated_dR[n] = -beta[n] * W[n]
             dS = add_product(dS, q[n].mT, do[n], None if decay is None else decay[n])
-            dS = add_product(dS, k[n].mT, minus_dR[n])
+            dS = add_product(dS, k[n].mT, negated_dR[n])
         dbeta = (W * R).sum(-1, keepdim=True, dtype=beta.dtype)
         ddecay = None
         if decay is not None:
@@ -223,7 +228,7 @@ class _Pass(torch.autograd.Function):
         dA = -W @ X.mT
         dP = do @ X.mT
         dq = do @ S.mT
-        dk = minus_dR @ S.mT
+        dk = negated_dR @ S.mT
         dk_out = X @ dS_after.mT
         return (
             dA,
@@ -231,7 +236,7 @@ class _Pass(torch.autograd.Function):
             dq,
             dk,
             dk_out,
-            -minus_dR,
+            -negated_dR,
             dbeta,
             ddecay,
             dS_after if ctx.writes else None,

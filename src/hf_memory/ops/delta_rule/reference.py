@@ -32,16 +32,16 @@ def delta_rule(
     k = repeat_heads(k, v.shape[2])
     outputs = []
     for t in range(q.shape[1]):
-        along_a = None if a is None else torch.einsum("bhkv,bhk->bhv", S, a[:, t])
+        read_by_a = None if a is None else torch.einsum("bhkv,bhk->bhv", S, a[:, t])
         if g is not None:
             decay = g[:, t].exp() if g.ndim == 4 else g[:, t, :, None].exp()  # [B, HV, K or 1]
             S = decay[..., None] * S
-        written = v[:, t]
+        new_value = v[:, t]
         if b is None:
-            written = written - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+            new_value = new_value - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
         else:
-            S = S + torch.einsum("bhk,bhv->bhkv", b[:, t], along_a)
-        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * written)
+            S = S + torch.einsum("bhk,bhv->bhkv", b[:, t], read_by_a)
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * new_value)
         outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
     return scale * torch.stack(outputs, dim=1), S
 

@@ -175,7 +175,8 @@ def read(
 
 
 def _check_read(q: Tensor, k: Tensor, u: Tensor, heads: int) -> None:
-    (B, S, H, K), T = k.shape, q.shape[1]
+    B, S, H, K = k.shape
+    T = q.shape[1]
     if q.shape[0] != B or q.shape[3] != K or T > S or heads % q.shape[2] or heads % u.shape[2]:
         raise ValueError(
             f"q must have shape ({B}, T, HQ, {K}) with T at most {S}, and HQ {H} or a multiple of {u.shape[2]}, "
@@ -218,7 +219,8 @@ def _full_mask(mask: Tensor | None, S: int, q: Tensor) -> Tensor | None:
 
 def _state(state, k: Tensor, v: Tensor, N: int | None = None) -> DeltaFormerState:
     wide = torch.promote_types(k.dtype, torch.float32)
-    (B, _, H, K), (_, _, HV, V) = k.shape, v.shape
+    B, _, H, K = k.shape
+    _, _, HV, V = v.shape
     N = B if N is None else N
     if state is None:
         state = k.new_zeros(N, 0, H, K), k.new_zeros(N, 0, HV, V)

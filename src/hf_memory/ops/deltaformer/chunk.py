@@ -58,7 +58,7 @@ def _blocks(T: int, block: int) -> list[slice]:
 
 
 def _seen(mask: Mask, position: Tensor, T: int, rows: slice) -> Tensor:
-    """Which columns the rows of a block of the last T columns see, [B, 1, C, columns].
+    """Which columns a block of C rows sees, [B, 1, C, columns]; the rows are among the last T columns.
 
     The number of columns is rounded up, so that few different sizes occur and memory can be reused. Bounds are counted
     from the end, or left out, since torch.compile would treat a growing bound as a constant.
@@ -66,8 +66,8 @@ def _seen(mask: Mask, position: Tensor, T: int, rows: slice) -> Tensor:
     columns = Tokens(position)
     last = position.shape[1] - T + rows.stop
     wanted = -(-last // COLUMNS) * COLUMNS
-    asking = columns.of(slice(rows.start - T, None if rows.stop == T else rows.stop - T))
-    return seen(mask, asking, columns.of(slice(wanted)) if wanted < position.shape[1] else columns)
+    queries = columns.of(slice(rows.start - T, None if rows.stop == T else rows.stop - T))
+    return seen(mask, queries, columns.of(slice(wanted)) if wanted < position.shape[1] else columns)
 
 
 def _score_gradient(dP: Tensor, P: Tensor, kernel: str) -> Tensor:

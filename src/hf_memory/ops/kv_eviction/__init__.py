@@ -1,7 +1,7 @@
-"""Attention to a window and kept tokens: first which entries are held before each block, then all blocks.
+"""Attention to a window and kept tokens, in two steps: which entries each block sees, and then what it reads of them.
 
-Each decision depends on the one before it, but takes little of the work; once all are known, blocks are read in
-parallel. `mixers.kv_eviction` has the definition.
+Which entries stay after a block depends on those that it saw, so the first step goes from block to block; it is the
+smaller part of the work. Then all blocks are read in parallel. `mixers.kv_eviction` has the definition.
 """
 
 import torch
@@ -11,7 +11,10 @@ from hf_memory.ops.dispatch import Backend, choose_backend
 from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.kv_eviction import chunk
 
-LARGEST = {2: 1 << 15, 4: 1 << 12}  # by bytes of a number: how many of the keys a program can hold
+LARGEST = {
+    2: 1 << 15,
+    4: 1 << 12,
+}  # largest tile of keys that a program can hold, by bytes of a number
 
 
 def retained_attention(
@@ -32,7 +35,9 @@ def retained_attention(
     needs_mass: bool = True,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Read new tokens in blocks of c; after each it is decided which entries stay.
+    """Attention of new tokens in blocks of c: after each block it is decided which entries the next one sees.
+
+    A query sees the entries that are held before its block, and the tokens of its block up to itself.
 
     Args:
         q: queries [B, T, HQ, D], rotated; T is a multiple of c.
@@ -44,23 +49,23 @@ def retained_attention(
         block: c.
         first: number of first tokens, which stay.
         window: number of last tokens, which stay.
-        decay: of the received attention, for each block.
-        scale: of the products of queries and keys.
+        decay: factor of the received attention after each block.
+        scale: factor of the products of queries and keys.
         softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
         gates: which channels of queries and keys hold forget gates; None: none do. Not with a mass.
         needs_mass: whether the mass of the softmax is asked for.
         backend: "triton", "chunk", which is PyTorch, or "auto": kernels on CUDA where they support the keys.
 
     Returns:
-        The outputs [B, T, HQ, D]; the logarithms of their mass in the softmax [B, T, HQ], in float32, or perhaps
-        None if it is not asked for; the places [B, H, stay] among the entries of those that are held in the end,
-        in their order; and the received attention [B, H, stay + T], of these, and of new tokens when their block has
-        been read.
+        The outputs [B, T, HQ, D]; the logarithms of their mass in the softmax [B, T, HQ] in float32, which may be
+        None without `needs_mass`; the places [B, H, stay] of the entries that are held in the end, in the order of the
+        text; and the received attention [B, H, stay + T]: first of these entries, and then of each new token when its
+        own block has been read.
     """
-    how = block, first, window, decay, scale, softcap or 0.0
+    eviction = block, first, window, decay, scale, softcap or 0.0
     if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) != "triton":
         return chunk.retained_attention(
-            q, k, v, number, received, query_mask, *how, gates, needs_mass
+            q, k, v, number, received, query_mask, *eviction, gates, needs_mass
         )
     from hf_memory.ops.kv_eviction import kernels
 
@@ -68,7 +73,7 @@ def retained_attention(
         q = gates.of_one_product(q, q.shape[2] // k.shape[1])
 
     places, received = kernels.retained_places(
-        *(x.detach() for x in (q, k, number, received, query_mask)), *how
+        *(x.detach() for x in (q, k, number, received, query_mask)), *eviction
     )
     o, mass = kernels.retained_attention(q, k, v, number, places, scale, softcap or 0.0)
     return o, mass, places[:, :, -1], received

@@ -10,7 +10,7 @@ from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.precision import upcast
 from hf_memory.ops.soft_cap import soft_capped
 
-SCORES = 2**18  # that are computed at once on a CPU: 1 MB of float32
+SCORES = 2**18  # scores that are computed at once on a CPU: 1 MB of float32
 
 
 class Rule(NamedTuple):
@@ -31,19 +31,26 @@ def rows_at(x: Tensor, at: Tensor) -> Tensor:
 def places_that_stay(
     number: Tensor, received: Tensor, ends: Tensor, stay: int, first: int, window: int
 ) -> Tensor:
-    """Places [B, H, stay] of the entries [B, H, n] that stay.
+    """Places [B, H, stay] of the entries that stay after a block.
 
-    After a block that ends, [B or 1, 1, 1] bool, those of the first tokens, of the others that received most, and of
-    the window, which are the last ones; otherwise those before the block.
+    If the block is complete, these are the first tokens, of the others those that received most attention, and the
+    window, which is the last entries. Otherwise they are the entries that were held before the block.
+
+    Args:
+        number: [B, H, n], numbers of the tokens of the entries, from 1; 0: no token.
+        received: [B, H, n], the attention that they have received.
+        ends: [B or 1, 1, 1] bool, whether the block is complete.
+        stay: how many entries stay.
+        first: how many first tokens always stay.
+        window: how many last tokens always stay.
     """
     places = torch.arange(number.shape[2], device=number.device)
     older, newer = places.tensor_split([number.shape[2] - window])
     number = number[:, :, : len(older)]
     received = received[:, :, : len(older)]
-    value = received.masked_fill(number == 0, -1).masked_fill(
-        (number > 0) & (number <= first), torch.inf
-    )
-    best = value.argsort(dim=-1, descending=True, stable=True)[..., : stay - window].sort(-1).values
+    is_first = (number > 0) & (number <= first)
+    rank = received.masked_fill(number == 0, -1).masked_fill(is_first, torch.inf)
+    best = rank.argsort(dim=-1, descending=True, stable=True)[..., : stay - window].sort(-1).values
     return torch.where(ends, torch.cat([best, newer.expand(*best.shape[:2], -1)], 2), places[:stay])
 
 
@@ -63,48 +70,50 @@ def retained_attention(
     gates: GateChannels | None,
     needs_mass: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """See the package; no cap is 0. With gradients what the decisions have read is read again, many blocks at once."""
-    (B, H, entries), T = k.shape[:3], q.shape[1]
+    """See the package; a softcap of 0 is none.
+
+    With gradients, all blocks are read a second time, many at once, when it is known which entries each of them sees.
+    """
+    B, H, entries = k.shape[:3]
+    T = q.shape[1]
     stay = entries - T
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     places = torch.arange(entries, device=q.device).expand(B, H, -1)
-    (held, *new), (u, *before) = (
-        x.split([stay, *[block] * (T // block)], 2) for x in (places, received)
-    )
+    sizes = [stay, *[block] * (T // block)]
+    held, *new_places = places.split(sizes, 2)
+    u, *new_received = received.split(sizes, 2)
     later = F.pad(upcast(q[:0]).new_full((block, block), -torch.inf).triu(1), (stay, 0))
     rule = Rule(scale, softcap, gates)
     queries = _by_block(q, H, block)
-    found = []
-    of_blocks = []
-    read = []
+    places_of_blocks = []  # of the entries that each block sees
+    received_by_blocks = []  # the attention that the tokens of each block have received in it
+    outputs = []
     with torch.no_grad():
-        for asked, asking, at, earlier in zip(
-            queries.unbind(2), query_mask.split(block, 1), new, before
-        ):
-            at = torch.cat([held, at], 2)
-            u = torch.cat([u, earlier], 2)
+        blocks = zip(queries.unbind(2), query_mask.split(block, 1), new_places, new_received)
+        for q_n, q_mask, places_n, received_n in blocks:
+            at = torch.cat([held, places_n], 2)
+            u = torch.cat([u, received_n], 2)
             token = number.gather(2, at)
-            scores = _scores(asked, rows_at(k, at), token, later, rule)
+            scores = _scores(q_n, rows_at(k, at), token, later, rule)
             p = scores.softmax(-1)
-            counts = asking.repeat(1, p.shape[2])[:, None, None]
-            u = decay ** asking[:, :1, None] * u + (
-                counts @ p.to(counts.dtype).flatten(2, 3)
-            ).squeeze(2)
-            found.append(at)
-            of_blocks.append(u[:, :, stay:])
+            counts = q_mask.repeat(1, p.shape[2])[:, None, None]
+            given = (counts @ p.to(counts.dtype).flatten(2, 3)).squeeze(2)
+            u = decay ** q_mask[:, :1, None] * u + given
+            places_of_blocks.append(at)
+            received_by_blocks.append(u[:, :, stay:])
             if not learns:
-                read.append(
-                    [x.unsqueeze(2) for x in _outputs(p, scores, rows_at(v, at), needs_mass)]
-                )
+                outputs_n = _outputs(p, scores, rows_at(v, at), needs_mass)
+                outputs.append([x.unsqueeze(2) for x in outputs_n])
             order = places_that_stay(token, u, token[:, :1, -1:] > 0, stay, first, window)
             held = at.gather(2, order)
             u = u.gather(2, order)
     if learns:
-        read = _read_again(queries, k, v, number, torch.stack(found, 2), later, rule, needs_mass)
+        at = torch.stack(places_of_blocks, 2)
+        outputs = _read_again(queries, k, v, number, at, later, rule, needs_mass)
     o, *mass = (
-        torch.cat(x, 2).movedim((2, 4), (1, 2)).flatten(1, 2).flatten(2, 3) for x in zip(*read)
+        torch.cat(x, 2).movedim((2, 4), (1, 2)).flatten(1, 2).flatten(2, 3) for x in zip(*outputs)
     )
-    return o, mass[0] if needs_mass else None, held, torch.cat([u, *of_blocks], 2)
+    return o, mass[0] if needs_mass else None, held, torch.cat([u, *received_by_blocks], 2)
 
 
 def _read_again(
@@ -120,13 +129,14 @@ def _read_again(
     """Outputs of queries [B, H, blocks, G * c, D] from entries at places [B, H, blocks, n], in groups of blocks."""
     of_block = q[:, :, 0, :, 0].numel() * at.shape[3]
     size = at.shape[2] if q.is_cuda else max(1, SCORES // of_block)
-    summed = (upcast(k), upcast(v))
-    read = []  # gradients are sums over blocks
-    for asked, of_group in zip(q.split(size, 2), at.split(size, 2)):
-        keys, values = (rows_at(x, of_group).to(q.dtype) for x in summed)
-        scores = _scores(asked, keys, rows_at(number, of_group), later, rule)
-        read.append(_outputs(scores.softmax(-1), scores, values, needs_mass))
-    return read
+    k = upcast(k)  # as gradients are sums over blocks
+    v = upcast(v)
+    outputs = []
+    for q_group, at_group in zip(q.split(size, 2), at.split(size, 2)):
+        keys, values = (rows_at(x, at_group).to(q.dtype) for x in (k, v))
+        scores = _scores(q_group, keys, rows_at(number, at_group), later, rule)
+        outputs.append(_outputs(scores.softmax(-1), scores, values, needs_mass))
+    return outputs
 
 
 def _outputs(p: Tensor, scores: Tensor, v: Tensor, needs_mass: bool) -> list[Tensor]:

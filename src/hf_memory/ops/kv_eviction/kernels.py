@@ -253,7 +253,8 @@ def _gradients_kernel(given, outputs, gradients, dq, dk, dv, meta: tl.constexpr)
 def _meta(
     q: Tensor, k: Tensor, block: int, stay: int, first: int = 0, window: int = 0, softcap: float = 0
 ) -> Meta:
-    (H, D), G = (k.shape[1], k.shape[3]), q.shape[2] // k.shape[1]
+    _, H, _, D = k.shape
+    G = q.shape[2] // k.shape[1]
     tiles = width(stay + block), width(D), min(CHANNELS, width(D)), min(ROWS, width(block * G))
     return Meta(H, G, D, block, stay, first, window, *tiles, softcap != 0, precision(k.dtype))
 
@@ -273,7 +274,8 @@ def retained_places(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Places [B, H, blocks + 1, stay] and received attention [B, H, stay + T], see the package; no cap is 0."""
-    (B, T), (H, entries) = q.shape[:2], k.shape[1:3]
+    B, T = q.shape[:2]
+    H, entries = k.shape[1:3]
     q, k, number, query_mask = contiguous(q, k, number, query_mask)
     received = received.clone(memory_format=torch.contiguous_format)
     places = number.new_empty(B, H, T // block + 1, entries - T)
@@ -287,7 +289,8 @@ def retained_places(
 
 @retained_places.register_fake
 def _(q, k, number, received, query_mask, block, first, window, decay, scale, softcap):
-    (B, T), (H, entries) = q.shape[:2], k.shape[1:3]
+    B, T = q.shape[:2]
+    H, entries = k.shape[1:3]
     return number.new_empty(B, H, T // block + 1, entries - T), torch.empty_like(received)
 
 
@@ -318,10 +321,8 @@ def _backward(
     given, meta = _given(q, k, v, number, places, scale, softcap)
     outputs = Outputs(o, mass)
     gradients = Outputs(*contiguous(do, dmass))
-    dq, (dk, dv) = (
-        torch.empty_like(given.q),
-        (torch.zeros_like(x, dtype=torch.float32) for x in (given.k, given.k)),
-    )
+    dq = torch.empty_like(given.q)
+    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (given.k, given.k))
     programs = len(q) * meta.H, given.blocks
     meta = meta._replace(BR=min(16, meta.BR))
     launcher(_gradients_kernel, programs)(

@@ -42,7 +42,6 @@ def linear_attention(
         S_t = e^(g_t) S_{t-1} + k_t v_t^T,   o_t = scale S_t^T q_t
         z_t = e^(g_t) z_{t-1} + k_t,         o_t = S_t^T q_t / (z_t^T q_t + 1e-6)   with `normalize`
 
-
     Args:
         q: queries after the feature map, [B, T, H, K], or [B, T, HQ, K] with HQ a multiple of HV: several heads that
             read one memory.

@@ -67,16 +67,20 @@ def _segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tens
     outputs = []
     S = S.flatten(0, 1)
     decays = [None] * len(v) if decay is None else decay.unbind()
-    for own, q_n, k_n, v_n, decay_n in zip(
+    for within_n, q_n, k_n, v_n, decay_n in zip(
         (A @ v).unbind(), q_in.unbind(), k_out.mT.unbind(), v.unbind(), decays
     ):
-        outputs.append(torch.baddbmm(own, q_n, S.to(q_n.dtype)))
+        outputs.append(torch.baddbmm(within_n, q_n, S.to(q_n.dtype)))
         S = add_product(S, k_n, v_n, decay_n)
     return joined_chunks(torch.stack(outputs), B, C), S.unflatten(0, (B, H))
 
 
 def decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """A, decayed q that read the state, decayed k that write to it, and the decay of the state over the chunk."""
+    """The matrices of the module's docstring for chunks of q, k [..., C, K] and g [..., C] or [..., C, K].
+
+    Returns A, the queries Q e^b that read the state before the chunk, the keys K e^(b_C - b) that write to the state
+    after it, and the decay e^(b_C) of the state, None without g.
+    """
     if g is None:
         return rows_by_head(q @ k.mT, k).tril().flatten(-3, -2), q, k, None
     queries = rows_by_head(q, k)

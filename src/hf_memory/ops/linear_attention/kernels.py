@@ -172,8 +172,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, the final S and z, the denominators, and S and z before each segment; absent ones are empty tensors."""
     q, k, v, g, S, z = contiguous(q, k, v, g, S, z)
-    (B, T), (HV, V) = q.shape[:2], v.shape[2:]
-    rows, (meta, options) = Rows(q, k, v, g=g), _constants_of(q, v, g)
+    B, T = q.shape[:2]
+    HV, V = v.shape[2:]
+    rows = Rows(q, k, v, g=g)
+    meta, options = _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
         (S, z), after = boundary_states(segments, rows, S, z)
@@ -216,13 +218,13 @@ def _backward(
     `rows` are q, k, v and g, `states` S and z before each segment, `gradients` those of the numerator and the
     denominator and of the final S and z.
     """
-    (q, k, v, g), (S, z), (do, dd, dST, dzT) = (
-        contiguous(*rows),
-        contiguous(*states),
-        contiguous(*gradients),
-    )
-    (B, T), (HV, V) = q.shape[:2], v.shape[2:]
-    given, (meta, options) = Rows(q, k, v, g=g), _constants_of(q, v, g)
+    q, k, v, g = contiguous(*rows)
+    S, z = contiguous(*states)
+    do, dd, dST, dzT = contiguous(*gradients)
+    B, T = q.shape[:2]
+    HV, V = v.shape[2:]
+    given = Rows(q, k, v, g=g)
+    meta, options = _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
         dST = segments.of_sequences(dST, S)
@@ -245,7 +247,8 @@ def _backward(
 
 @_backward.register_fake
 def _(rows, states, gradients, cu_seqlens, scale, segment):
-    (q, k, v, g), (S, z) = rows, states
+    q, k, v, g = rows
+    S, z = states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     wide = (None if x is None else S.new_empty(N, *x.shape[1:]) for x in (S, z))
     wide = None if g is None else S.new_empty(g.shape), *wide

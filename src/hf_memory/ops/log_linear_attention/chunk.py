@@ -40,8 +40,8 @@ class Past(NamedTuple):
     """The levels that may hold a block."""
 
     S: Tensor  # [B * H, number of such levels, K, V]
-    held: list[int]
-    tokens_read: int | None  # number of tokens of every row, if it is known
+    held: list[int]  # these levels
+    tokens_read: int | None  # number of tokens of every row, if it is known on the host
 
 
 class Chunks(NamedTuple):
@@ -68,17 +68,18 @@ def log_linear_attention(
     scale: float,
     is_empty: bool = False,
 ) -> tuple[Tensor, LogLinearState]:
-    """Same function as the reference; `is_empty` says whether the initial state is known to be empty."""
-    (B, T, H), L = v.shape[:3], level_weights.shape[-1] - 1
+    """Same function as the reference; `is_empty` says whether the initial state is known to be empty on the host."""
+    B, T, H = v.shape[:3]
+    L = level_weights.shape[-1] - 1
     q = repeat_heads(q, H)
     k = repeat_heads(k, H)
-    known = 0 if is_empty and counted is None else None
+    tokens_read = 0 if is_empty and counted is None else None
     n = initial_state.tokens_read[:, None]
     ends = n + (torch.arange(1, T + 1, device=q.device) if counted is None else counted.cumsum(1))
     starts = torch.cat([n, ends[:, :-1]], dim=1)
-    held = _held(known, L)
+    held = _levels_with_block(tokens_read, L)
     S = initial_state.levels.transpose(1, 2).flatten(0, 1)
-    past = Past(S[:, : len(held)], held, known)
+    past = Past(S[:, : len(held)], held, tokens_read)
     beta = None if beta is None else beta[..., None]
     C = chunk_size(T, CHUNK)
     o, past = in_segments(
@@ -87,11 +88,11 @@ def log_linear_attention(
     levels = (
         torch.zeros_like(S).index_copy(1, _levels(past.held, q) - 1, past.S).unflatten(0, (B, H))
     )
-    tokens_read = initial_state.tokens_read + (T if counted is None else counted.sum(1))
-    return o, LogLinearState(levels.transpose(1, 2).contiguous(), tokens_read)
+    tokens_after = initial_state.tokens_read + (T if counted is None else counted.sum(1))
+    return o, LogLinearState(levels.transpose(1, 2).contiguous(), tokens_after)
 
 
-def _held(tokens_read: int | None, L: int) -> list[int]:
+def _levels_with_block(tokens_read: int | None, L: int) -> list[int]:
     """The levels from 1 to L that hold a block after `tokens_read` tokens."""
     if tokens_read is None:
         return list(range(1, L + 1))
@@ -102,7 +103,8 @@ def _held(tokens_read: int | None, L: int) -> list[int]:
 
 def _segment(C: int, past: Past, rows: tuple, scale: float) -> tuple[Tensor, Past]:
     q, k, v, weights, beta, g, starts, ends = rows
-    (B, T), L = v.shape[:2], weights.shape[-1] - 1
+    B, T = v.shape[:2]
+    L = weights.shape[-1] - 1
     tokens = torch.arange(-(-T // C) * C, device=q.device).clamp(max=T - 1).view(-1, C)
     position = starts[:, tokens].transpose(0, 1)
     after = ends[:, tokens[:, -1:]].transpose(0, 1)  # [NC, B, C or 1]
@@ -112,14 +114,15 @@ def _segment(C: int, past: Past, rows: tuple, scale: float) -> tuple[Tensor, Pas
     beta, g = (None if x is None else split_chunks(x, C) for x in (beta, g))
     chunks = _chunks(q, k, beta, g)
     between = level_between(position[..., None], position[..., None, :], L)
-    own = (chunks.W * _at_levels(weights, between)) @ v
+    within_chunk = (chunks.W * _at_levels(weights, between)) @ v
     outputs = []
     for n in range(len(v)):
         chunk = Chunks._make(None if x is None else x[n] for x in chunks)
         read = torch.maximum(
             _levels(past.held, q), level_between(position[n], position[n, :, :1], L)[..., None]
         )
-        outputs.append(own[n] + _wide(chunk.q, _at_levels(weights[n], read)) @ past.S.flatten(1, 2))
+        queries = _times_each(chunk.q, _at_levels(weights[n], read))
+        outputs.append(within_chunk[n] + queries @ past.S.flatten(1, 2))
         past = _after(past, chunk, v[n], position[n], after[n], min(C, T - n * C), L)
     return joined_chunks(torch.stack(outputs), B, C), past
 
@@ -127,18 +130,28 @@ def _segment(C: int, past: Past, rows: tuple, scale: float) -> tuple[Tensor, Pas
 def _after(
     past: Past, chunk: Chunks, v: Tensor, position: Tensor, after: Tensor, num_tokens: int, L: int
 ) -> Past:
-    """The blocks after a chunk, including its tokens, at their new levels; position [B, C], after [B, 1]."""
+    """The blocks after a chunk, including its tokens, at their new levels.
+
+    Args:
+        past: the blocks before it.
+        chunk: its matrices.
+        v: its values [B * H, C, V].
+        position: [B, C], the numbers of tokens before each of its tokens.
+        after: [B, 1], the number of tokens read after it.
+        num_tokens: how many of its C tokens exist.
+        L: number of levels.
+    """
     before = past.tokens_read
     later = None
-    held = written = _held(None, L)
+    held = written = _levels_with_block(None, L)
     if before is not None:
         later = before + num_tokens
-        held = _held(later, L)
+        held = _levels_with_block(later, L)
         written = [level for level in held if level <= (before ^ later).bit_length()]
     blocks = torch.maximum(_levels(past.held, v), level_between(after, position[:, :1], L))
     S = _passed(chunk, past.S)
     S = (_one_hot(blocks, held, v).mT @ S.flatten(2)).unflatten(-1, S.shape[2:])
-    new = _wide(chunk.k, _one_hot(level_between(after, position, L), written, v)).mT @ v
+    new = _times_each(chunk.k, _one_hot(level_between(after, position, L), written, v)).mT @ v
     new = new.unflatten(1, (len(written), -1))
     return Past(S + F.pad(new, (0, 0, 0, 0, 0, len(held) - len(written))), held, later)
 
@@ -162,13 +175,13 @@ def _at_levels(weights: Tensor, levels: Tensor) -> Tensor:
     return weights.unflatten(-3, (B, H)).gather(-1, index).flatten(-4, -3)
 
 
-def _wide(x: Tensor, weights: Tensor) -> Tensor:
+def _times_each(x: Tensor, weights: Tensor) -> Tensor:
     """x [..., C, K] times each of the weights [..., C, n], concatenated: [..., C, n * K]."""
     return (weights[..., None] * x[..., None, :]).flatten(-2)
 
 
 def _passed(chunk: Chunks, S: Tensor) -> Tensor:
-    """The decayed and erased states after a chunk, without its writes, for each level [B * H, held, K, V]."""
+    """The states [B * H, held, K, V] of each level after a chunk has decayed and erased them, before it writes."""
     if chunk.erase is not None:
         eye = torch.eye(S.shape[-2], dtype=S.dtype, device=S.device)
         kept = (eye if chunk.decay is None else chunk.decay * eye) - chunk.k.mT @ chunk.erase

@@ -38,7 +38,10 @@ def log_linear_attention(
     initial_state: LogLinearState,
     scale: float,
 ) -> tuple[Tensor, LogLinearState]:
-    """S_l <- (I - beta k k^T) e^g S_l;   S_0 = beta k v^T;   o = scale sum_l lambda_l S_l^T q;   then merge blocks."""
+    """S_l <- (I - beta k k^T) e^g S_l;   S_0 = beta k v^T;   o = scale sum_l lambda_l S_l^T q;   then merge blocks.
+
+    `counted` [B, T] is 1 for tokens and 0 for padding, None if all are tokens. Other arguments are those of the op.
+    """
     S, n = initial_state  # [B, L, HV, K, V], [B]
     q = repeat_heads(q, v.shape[2])
     k = repeat_heads(k, v.shape[2])

@@ -47,7 +47,8 @@ def neural_memory(
 ) -> tuple[Tensor, NeuralMemoryState]:
     """Same function as the reference; `forms` loop over chunks, for gradients at every token and at the anchor."""
     *given, mask = rows
-    (B, T, HV), phase = given[2].shape[:3], initial_state.phase
+    B, T, HV = given[2].shape[:3]
+    phase = initial_state.phase
     each_error = rule.chunk_size == 1 and rule.is_linear and rule.max_grad_norm is None
     is_exact = each_error and len(weights) == 1 and norm is None
     if is_exact:
@@ -98,7 +99,8 @@ def _coefficients(
 
 def _of_each_token(inputs: Inputs, real: Tensor | None) -> tuple[Coefficients, Coefficients | None]:
     """Coefficients of the weights for rates of one; with Muon, those of the momentum and then those of the weights."""
-    ones, (momentum, decay, _, muon_lr) = torch.ones_like(inputs.q[..., 0]), inputs[4:]
+    ones = torch.ones_like(inputs.q[..., 0])
+    momentum, decay, _, muon_lr = inputs[4:]
     if muon_lr is None:
         return _coefficients(ones, momentum, decay, real), None
     return _coefficients(ones, None, momentum, real), _coefficients(muon_lr, None, decay, real)

@@ -30,7 +30,7 @@ def rwkv7_gates(
         k: keys [B, T, H, K].
         a: learning rates before their sigmoid [B, T, H, K].
         w: decays before their sigmoid [B, T, H, K].
-        k_k: factors of the key that is asked for [H, K].
+        k_k: factors of the key whose content a write erases [H, K].
         k_a: how much the learning rate changes the key [H, K].
         erasure: how much of what the memory holds for a key a write can erase at most.
         backend: "triton", "chunk", which is PyTorch, or "auto": the kernel on CUDA without gradients.
@@ -38,19 +38,16 @@ def rwkv7_gates(
     Returns:
         Four tensors [B, T, H, K]: the first in the dtype of k, the others in float32, or float64 for float64 inputs.
     """
-    refusal = (
-        "it has gradients"
-        if torch.is_grad_enabled()
-        else "k is float64"
-        if k.dtype == torch.float64
-        else None
-    )
+    refusal = "k is float64" if k.dtype == torch.float64 else None
+    if torch.is_grad_enabled():
+        refusal = "it has gradients"
     if choose_backend(backend, k, refusal) == "triton":
         from hf_memory.ops.rwkv7_gates.kernels import rwkv7_gates as kernel
 
         return kernel(k, a, w, k_k, k_a, erasure)
-    wide = torch.promote_types(k.dtype, torch.float32)
-    a = a.to(wide).sigmoid()
-    asked = F.normalize((k * k_k).to(wide), dim=-1)
-    written = (k * torch.addcmul(1 - k_a, k_a, a)).to(k.dtype)
-    return written, -STRONGEST_DECAY * w.to(wide).sigmoid(), asked, -erasure * a * asked
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    a = a.to(dtype).sigmoid()
+    g = -STRONGEST_DECAY * w.to(dtype).sigmoid()
+    erased_key = F.normalize((k * k_k).to(dtype), dim=-1)
+    written_key = (k * torch.addcmul(1 - k_a, k_a, a)).to(k.dtype)
+    return written_key, g, erased_key, -erasure * a * erased_key

@@ -56,7 +56,8 @@ def rwkv7_gates(
     k: Tensor, a: Tensor, w: Tensor, k_k: Tensor, k_a: Tensor, erasure: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Same function as the op, for float32, bfloat16 and float16."""
-    results, (*_, H, K) = _results(k), k.shape
+    results = _results(k)
+    *_, H, K = k.shape
     written, g, asked, b = results
     given = Given(*contiguous(k, a, w, k_k, k_a))
     rows = Rows(k=written, g=g, a=asked, b=b)

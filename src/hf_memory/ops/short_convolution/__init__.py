@@ -33,12 +33,8 @@ def convolution_step(
         y [B, 1, channels] and the state after x.
     """
     has_kernel = may_overwrite(in_place, state) and state.dtype == x.dtype != torch.float64
-    if (
-        choose_backend(
-            backend, x, None if has_kernel else "it has gradients, or may not overwrite its state"
-        )
-        == "triton"
-    ):
+    refusal = None if has_kernel else "it has gradients, or may not overwrite its state"
+    if choose_backend(backend, x, refusal) == "triton":
         from hf_memory.ops.short_convolution.kernels import convolution_step as kernel
 
         return kernel(x, state, weight, bias, silu), state

@@ -60,7 +60,9 @@ def convolution_step(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> Tensor:
     """y [B, 1, channels] without gradients; `state` becomes that after x, see the package."""
-    y, (B, _, D), W = torch.empty_like(x), x.shape, weight.shape[1]
+    y = torch.empty_like(x)
+    B, _, D = x.shape
+    W = weight.shape[1]
     x, weight, bias = contiguous(x, weight, bias)
     launcher(_step_kernel, (B, triton.cdiv(D, BLOCK.value)))(
         x, state, weight, bias, y, meta=Meta(D, W, silu), num_warps=4

@@ -286,7 +286,9 @@ def dk_kernel(
 
 def _constants(rows: Rows, V: int, reads: bool) -> Constants:
     """How both kernels are compiled and launched; those of narrow heads that are read twice save registers."""
-    (H, K), HV, decay = rows.q.shape[2:], rows.v.shape[2], decay_kind(rows.g)
+    H, K = rows.q.shape[2:]
+    HV = rows.v.shape[2]
+    decay = decay_kind(rows.g)
     _, (meta, options) = additive_constants(H, HV, K, V, decay, rows.q.dtype)
     if reads and V <= 64 and decay == SCALAR:
         meta = meta._replace(C=min(meta.C, 32))
@@ -309,7 +311,8 @@ def query_and_key_gradients(
     """
     S = states.S0
     z = states.z0
-    (B, T, H, K), (N, HV, _, V) = rows.q.shape, S.shape
+    B, T, H, K = rows.q.shape
+    N, HV, _, V = S.shape
     decay = decay_kind(rows.g)
     normalize = z is not None
     meta, options = _constants(rows, V, d_out.e is not None)

@@ -14,9 +14,9 @@ from hf_memory.ops.triton.arguments import Meta
 
 CHUNK = 64  # tokens of a block; the sum for the gate's gradient restarts at the end of each block
 TILE = 4096  # size of the part of the state that a program holds
-NONE = 0
+NONE = 0  # kinds of decay: none, one for each head, and one for each key channel
 SCALAR = 1
-VECTOR = 2  # kinds of decay
+VECTOR = 2
 # Without a limit, ptxas gives some kernels 32 registers a thread and spills all else.
 REGISTERS: dict[str, int] = {} if torch.version.hip else {"maxnreg": 255}
 
@@ -29,7 +29,9 @@ def architecture(device: torch.device) -> int:
 
 def decay_kind(g: Tensor | None) -> int:
     """The kind of decay: NONE, SCALAR or VECTOR."""
-    return NONE if g is None else SCALAR if g.ndim == 3 else VECTOR
+    if g is None:
+        return NONE
+    return SCALAR if g.ndim == 3 else VECTOR
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -65,9 +67,9 @@ def additive_constants(
     width_v = width(V)
     narrow = dtype != torch.float32
     wide = max(width_k, width_v) > 128
-    rows = (
-        64 if narrow and decay != VECTOR and not wide else 32 if narrow and decay != VECTOR else 16
-    )
+    rows = 16
+    if narrow and decay != VECTOR:
+        rows = 32 if wide else 64
     tile = TILE if narrow and max(width_k, width_v) > 64 else TILE // 2
     warps = 8 if wide or not narrow or decay == VECTOR else 4
     stages = 2 if rows == 64 else 1
@@ -92,19 +94,24 @@ def additive_constants(
 def delta_constants(
     H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype
 ) -> tuple[Constants, Constants]:
-    """The same for the delta rule: of kernels that compute chunks in parallel, and of those that loop over chunks."""
+    """How kernels of the delta rule are compiled and launched.
+
+    Returns those of kernels that compute all chunks in parallel, and of those that loop over the chunks.
+    """
     width_k = width(K)
     width_v = width(V)
     wide = dtype == torch.float32 or width_k > 128
-    tile = TILE // 2 if wide else 2 * TILE if decay == VECTOR else TILE
+    tile = 2 * TILE if decay == VECTOR else TILE
+    warps_of_chunk = 2 if decay == VECTOR else 1
+    if wide:
+        tile = TILE // 2
+        warps_of_chunk = 4
     C = 16 if wide or decay == VECTOR else 32
     parts = max(1, width_k // 32) if wide else 1
     chunk = Meta(H, HV, K, C=C, BK=width_k, PARTS=parts, DECAY=decay, PRECISION=precision(dtype))
     walk = chunk._replace(V=V, BV=min(width_v, max(16, tile // width_k)))
     return (
-        Constants(
-            chunk, {"num_warps": 4 if wide else 2 if decay == VECTOR else 1, "num_stages": 1}
-        ),
+        Constants(chunk, {"num_warps": warps_of_chunk, "num_stages": 1}),
         Constants(walk, {"num_warps": 8 if wide else 4, "num_stages": 3 if C == 32 else 1}),
     )
 

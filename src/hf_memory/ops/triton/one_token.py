@@ -77,8 +77,10 @@ def one_token(
     b: Tensor | None = None,
 ) -> Tensor:
     """o [B, 1, HV, V] of one token of each row, without gradients; `state` [B, HV, K, V] becomes that after it."""
-    (B, _, H, K), (HV, V) = k.shape, v.shape[2:]
-    o, (meta, options) = torch.empty_like(v), one_token_constants(H, HV, K, V, decay_kind(g))
+    B, _, H, K = k.shape
+    HV, V = v.shape[2:]
+    o = torch.empty_like(v)
+    meta, options = one_token_constants(H, HV, K, V, decay_kind(g))
     rows = Rows(*contiguous(q, k, v, beta, g, a, b))
     grid = (B * HV * triton.cdiv(V, meta.BV),)
     launcher(one_token_kernel, grid)(rows, state, o, scale, meta=meta, **options)

@@ -235,7 +235,11 @@ def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtyp
     )  # for 99 KB of shared memory
     is_small = decay != VECTOR and dtype != torch.float32 and width_k <= 128
     tile = min(width(V), max(16, (TILE if dtype == torch.float32 else 2 * TILE) // width_k))
-    C = 16 if is_large else 64 if is_small else 32
+    C = 32
+    if is_large:
+        C = 16
+    elif is_small:
+        C = 64
     meta = Meta(H, HV, K, V, C=C, BK=width_k, BV=tile, DECAY=decay, PRECISION=precision(dtype))
     return Constants(meta, {"num_warps": 8, "num_stages": 2})
 
@@ -269,7 +273,8 @@ def boundary_states(
     Returns:
         [M, HV, K, V], and [M, HV, K] or None; then [N, HV, K, V], and [N, HV, K] or None.
     """
-    M, (_, HV, K, V) = segments.number, S.shape
+    M = segments.number
+    _, HV, K, V = S.shape
     own = S.new_empty(M, HV, K, V)
     own_z = None if z is None else S.new_empty(M, HV, K)
     kind = decay_kind(rows.g)

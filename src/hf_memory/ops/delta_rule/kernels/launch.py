@@ -50,7 +50,8 @@ def _constants_of(q: Tensor, V: int, HV: int, g: Tensor | None) -> tuple[Constan
 
 def _matrices(rows: Rows, cu_seqlens: Tensor | None, *, backward: bool) -> Matrices:
     """P and U of every chunk, or P and W for the backward."""
-    q, (B, T, HV) = rows.q, rows.beta.shape
+    q = rows.q
+    B, T, HV = rows.beta.shape
     (meta, options), _ = _constants_of(q, 1, HV, rows.g)
     P, inverse = (q.new_empty(B, T, HV, meta.C, dtype=dtype) for dtype in (q.dtype, torch.float32))
     matrices = Matrices(P, W=inverse) if backward else Matrices(P, U=inverse)
@@ -63,7 +64,8 @@ def _matrices(rows: Rows, cu_seqlens: Tensor | None, *, backward: bool) -> Matri
 
 def chunks_of(q: Tensor, cu_seqlens: Tensor | None, C: int) -> tuple[Tensor | None, int]:
     """The bounds of chunks of packed sequences, and the number of chunks."""
-    (B, T), bounds = q.shape[:2], None
+    B, T = q.shape[:2]
+    bounds = None
     if cu_seqlens is not None:
         bounds = cut(cu_seqlens, B, T, C, q).bounds
     return bounds, B * triton.cdiv(T, C) if bounds is None else bounds.shape[0] - 1
@@ -89,7 +91,8 @@ def forward_by_segments(
     if not segment:
         walk(v, S, o, e, ST := torch.empty_like(S), cu_seqlens)
         return or_empty(S, o, ST, e, None, None)
-    segments, (_, HV, K, V) = cut(cu_seqlens, B, T, segment, q), S.shape
+    segments = cut(cu_seqlens, B, T, segment, q)
+    _, HV, K, V = S.shape
     own, transition = (S.new_empty(segments.number, HV, K, x) for x in (V, K))
     for values, after in ((v, own), (None, transition)):
         walk(values, None, None, None, after, segments.bounds)
@@ -102,7 +105,9 @@ def fake_forward(
     q: Tensor, v: Tensor, S: Tensor, cu_seqlens: Tensor | None, segment: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Empty results of `forward_by_segments`."""
-    (N, HV, K, V), states, transition = S.shape, None, None
+    N, HV, K, V = S.shape
+    states = None
+    transition = None
     if segment:
         M = number_of_segments(q, cu_seqlens, N, segment)
         states = S.new_empty(M, HV, K, V)
@@ -161,12 +166,11 @@ def _backward(
     `rows` are q, k, the errors, beta and g, `states` those before each segment and the transitions or None, `gradients`
     those of o and of the final state.
     """
-    (q, k, e, beta, g), (S, transition), (do, dST) = (
-        contiguous(*rows),
-        contiguous(*states),
-        contiguous(*gradients),
-    )
-    (B, T), (HV, V) = q.shape[:2], e.shape[2:]
+    q, k, e, beta, g = contiguous(*rows)
+    S, transition = contiguous(*states)
+    do, dST = contiguous(*gradients)
+    B, T = q.shape[:2]
+    HV, V = e.shape[2:]
     _, (meta, options) = _constants_of(q, V, HV, g)
     given = Rows(q, k, e, beta, g)
     d_out = Outputs(do)
@@ -197,7 +201,8 @@ def _backward(
 
 @_backward.register_fake
 def _(rows, states, gradients, cu_seqlens, scale, segment):
-    (q, k, e, beta, g), (S, _) = rows, states
+    q, k, e, beta, g = rows
+    S, _ = states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dq, dk, dv = (q.new_empty(x.shape) for x in (q, k, e))
     dbeta, dg = (None if x is None else S.new_empty(x.shape) for x in (beta, g))

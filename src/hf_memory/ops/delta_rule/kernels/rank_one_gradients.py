@@ -183,7 +183,8 @@ def rank_one_writes_kernel(
 
 def row_gradients(pairs: Pairs, S: Tensor, dST: Tensor | None, call: Call) -> Rows:
     """Gradients of q, k, g, a and b; all tensors are contiguous, `S` are states before sequences, `dST` those after."""
-    q, (N, HV, K, V) = pairs.q, S.shape
+    q = pairs.q
+    N, HV, K, V = S.shape
     _, (meta, options) = rank_one_constants(HV, K, V, q.dtype)
     grid = (N * HV * triton.cdiv(K, meta.BK),)
     reads = Reads(db=S.new_empty(q.shape), S=q.new_empty(number_of_slots(q, S, call), HV, V, K))

@@ -123,12 +123,11 @@ def _backward(
     `rows` are q, k, v, g, a, b and E, `states` those before each segment and the transitions or None, `gradients` those
     of o and of the final state.
     """
-    (q, k, v, g, a, b, e), (S, transition), (do, dST) = (
-        contiguous(*rows),
-        contiguous(*states),
-        contiguous(*gradients),
-    )
-    read, (B, T) = Rows(q, k, g=g, a=a, b=b), q.shape[:2]
+    q, k, v, g, a, b, e = contiguous(*rows)
+    S, transition = contiguous(*states)
+    do, dST = contiguous(*gradients)
+    read = Rows(q, k, g=g, a=a, b=b)
+    B, T = q.shape[:2]
     matrices = _matrices(read, cu_seqlens)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
@@ -151,7 +150,8 @@ def _backward(
 
 @_backward.register_fake
 def _(rows, states, gradients, cu_seqlens, scale, segment):
-    (q, *others, _), (S, _) = rows, states
+    q, *others, _ = rows
+    S, _ = states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dq, dk, dv, dg, da, db = (
         like.new_empty(x.shape) for like, x in zip((q, q, q, S, q, q), (q, *others))

@@ -32,7 +32,8 @@ PANEL = 512  # tokens that one program a head solves in series between two paral
 
 def _meta(k: Tensor, V: int = 0) -> Meta:
     """What all kernels are compiled for, those that read values with V channels."""
-    (H, K), C = k.shape[2:], 32 if k.dtype.itemsize == 2 else 16
+    H, K = k.shape[2:]
+    C = 32 if k.dtype.itemsize == 2 else 16
     return Meta(
         H, K=K, V=V, C=C, BK=width(K), BV=width(V) if V else 0, PRECISION=precision(k.dtype)
     )

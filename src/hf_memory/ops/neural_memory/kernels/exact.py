@@ -189,7 +189,8 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dtype, M, *products):
         given = Products(*contiguous(*products))
-        (NC, N, C, V), through = given.values.shape, given.through
+        NC, N, C, V = given.values.shape
+        through = given.through
         parts = 1 if through is None else through.shape[-1]
         states = M.new_empty(NC + 1, *M.shape)
         u = torch.empty_like(given.values)
@@ -204,7 +205,8 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, do, dM):
-        (states, u, *products), sizes = ctx.saved_tensors, Sizes(*do.shape[:3])
+        states, u, *products = ctx.saved_tensors
+        sizes = Sizes(*do.shape[:3])
         do = do.contiguous()
         through = products[5]
         d_states = torch.empty_like(states)

@@ -72,7 +72,10 @@ def _store_state(x, state, i_k, j, i_v, meta: tl.constexpr):
 
 @triton.jit
 def _write(W, S, I, x, y, coefficients, meta: tl.constexpr):
-    """A layer's weights and momentum after the chunk, whose gradient is x y; w and m are rows for x [BH, C]."""
+    """A layer's weights and momentum after the chunk, whose inner gradient is the product of x [BH, C] and y [C, ...].
+
+    The coefficients are w and m [1, C] of the tokens, and beta, c and H of the whole chunk; see launch.py.
+    """
     w, m, beta, c, H = coefficients
     W *= beta
     if meta.RETURNS:
@@ -92,7 +95,10 @@ def held_kernel(
     sizes,  # Sizes
     meta: tl.constexpr,
 ):
-    """Program n writes all chunks of head n; it reads them if there is o, and keeps states and what is learned."""
+    """Program n writes all chunks of head n, one after the other, and reads them if there is an output o.
+
+    If the backward pass needs them, it stores the states before each chunk, and the rows that were computed from it.
+    """
     K: tl.constexpr = meta.K
     V: tl.constexpr = meta.V
     HIDDEN: tl.constexpr = meta.HIDDEN
@@ -163,22 +169,27 @@ def held_kernel(
 
 
 @triton.jit
-def _take(taken, G_1, G_2, written, w, DTYPE: tl.constexpr):
-    """Add what a write takes from gradients of D, X, K and E, by those that it leaves; minus the gradient of w."""
-    of_d, of_x, of_k, of_e = taken
+def _write_backward(negated, G_1, G_2, written, w, DTYPE: tl.constexpr):
+    """The backward of the write W_1 -= sum_i w_i d_i k_i^T, W_2 -= sum_i w_i x_i e_i^T, or of that to the momentum.
+
+    G_1 and G_2 are the gradients of W_1 and W_2 after it, and `negated` the negated gradients of d, x, k and e so far.
+    Returns these with those of the write added, and the negated gradient of w [C].
+    """
+    negated_d, negated_x, negated_k, negated_e = negated
     d, x, k, e = written
-    by_k = dot(tl.trans(d), G_1, DTYPE)
-    by_e = dot(tl.trans(x), G_2, DTYPE)
-    of_d = add_dot(of_d, G_1, tl.trans(w * k), DTYPE)
-    of_x = add_dot(of_x, G_2, tl.trans(w * e), DTYPE)
-    return (of_d, of_x, of_k + w * by_k, of_e + w * by_e), tl.sum(k * by_k, axis=1) + tl.sum(
-        e * by_e, axis=1
-    )
+    d_G_1 = dot(tl.trans(d), G_1, DTYPE)
+    x_G_2 = dot(tl.trans(x), G_2, DTYPE)
+    negated_d = add_dot(negated_d, G_1, tl.trans(w * k), DTYPE)
+    negated_x = add_dot(negated_x, G_2, tl.trans(w * e), DTYPE)
+    negated_k += w * d_G_1
+    negated_e += w * x_G_2
+    negated_w = tl.sum(k * d_G_1, axis=1) + tl.sum(e * x_G_2, axis=1)
+    return (negated_d, negated_x, negated_k, negated_e), negated_w
 
 
 @triton.jit
-def _sums(dW, dS, D, state, tile, meta: tl.constexpr):
-    """What a layer gives to the gradients of a chunk's last beta and c, and of H."""
+def _coefficients_backward(dW, dS, D, state, tile, meta: tl.constexpr):
+    """A layer's part of the gradients of the chunk's last beta and c, and of H, from those of W and S after it."""
     dbeta = tl.sum(dW * D)
     dc = 0.0
     dH = 0.0
@@ -190,8 +201,11 @@ def _sums(dW, dS, D, state, tile, meta: tl.constexpr):
 
 
 @triton.jit
-def _put_back(after, x, g, d_initial, tile, coefficients, meta: tl.constexpr):
-    """Gradients of a layer's weights and momentum before the chunk, with what reads of x^T with a gradient g give."""
+def _state_backward(after, x, g, d_initial, tile, coefficients, meta: tl.constexpr):
+    """Gradients of a layer's weights and momentum before the chunk, from those after it and from reads in the chunk.
+
+    The reads multiply rows x [BH, C] by the layer, and g [C, ...] are the gradients of the products.
+    """
     dW, dS = after
     beta, c, beta_n, c_n, H = coefficients
     if meta.RETURNS:
@@ -261,14 +275,14 @@ def held_backward_kernel(
         f = _load_turned(learned.f + row_h, rows, C, j, HIDDEN)
         d = slope * f
         bend = bend * f
-        # what the weights and the momentum that are left take away, as do reads of earlier tokens
-        nothing = tl.zeros_like(d), tl.zeros_like(x), tl.zeros_like(k_c), tl.zeros_like(e_c)
+        # negated gradients of d, x, k and e, which writes and reads subtract: first those of the writes
+        zeros = tl.zeros_like(d), tl.zeros_like(x), tl.zeros_like(k_c), tl.zeros_like(e_c)
         written = (d, x, k_c, e_c)
-        taken, dw = _take(nothing, dW_1, dW_2, written, w_c, DTYPE)
+        negated, negated_dw = _write_backward(zeros, dW_1, dW_2, written, w_c, DTYPE)
         if meta.MOMENTUM:
-            taken, dm = _take(taken, dS_1, dS_2, written, m_c, DTYPE)
-            tl.store(grads.m + at * C + rows, -dm, mask=rows < C)
-        taken_d, taken_x, taken_k, taken_e = taken
+            negated, negated_dm = _write_backward(negated, dS_1, dS_2, written, m_c, DTYPE)
+            tl.store(grads.m + at * C + rows, -negated_dm, mask=rows < C)
+        negated_d, negated_x, negated_k, negated_e = negated
         at_P = at * C * C
         P_c = load_tile(given.P + at_P, rows, C, rows, C)
         q_c = load_tile(given.q + at * C * K, rows, C, i_k, K)
@@ -279,35 +293,35 @@ def held_backward_kernel(
         scores_2 = load_tile(scores + SECOND + at_P, rows, C, rows, C)
         G_1 = load_tile(G + at_P, rows, C, rows, C)
         G_2 = load_tile(G + SECOND + at_P, rows, C, rows, C)
-        taken_P = (
-            scores_1 * G_1 + scores_2 * G_2 + tl.where(rows[:, None] == C - 1, dw[None, :], 0.0)
-        )
-        store_tile(grads.P + at_P, -taken_P, rows, C, rows, C)
-        dd = -add_dot(taken_d, du_r, P_c * scores_1, DTYPE)
-        taken_x = add_dot(taken_x, y_r, P_c * G_2, DTYPE)
-        taken_e = add_dot(taken_e, tl.trans(P_c * scores_2), do_c, DTYPE)
-        taken_k = add_dot(taken_k, tl.trans(P_c * G_1), q_c, DTYPE)
+        # w is the last row of P
+        negated_dP = scores_1 * G_1 + scores_2 * G_2
+        negated_dP += tl.where(rows[:, None] == C - 1, negated_dw[None, :], 0.0)
+        store_tile(grads.P + at_P, -negated_dP, rows, C, rows, C)
+        dd = -add_dot(negated_d, du_r, P_c * scores_1, DTYPE)
+        negated_x = add_dot(negated_x, y_r, P_c * G_2, DTYPE)
+        negated_e = add_dot(negated_e, tl.trans(P_c * scores_2), do_c, DTYPE)
+        negated_k = add_dot(negated_k, tl.trans(P_c * G_1), q_c, DTYPE)
         # through the gradients at the anchor, and to the state before the chunk
         beta_c, c_c = of_read(given, at, rows, C)
         coefficients = (beta_c, c_c, beta_n, c_n, H_n)
         ds = slope * dd
         D = load_layer(state, second)
-        dbeta, dc, dH = _sums(dW_2, dS_2, D, state, second, meta)
+        dbeta, dc, dH = _coefficients_backward(dW_2, dS_2, D, state, second, meta)
         W = D
         if meta.RETURNS:
             W += load_layer(initial, second)
-        de = dot(tl.trans(ds), W, DTYPE) - taken_e
-        dz = slope * add_dot(-taken_x, W, tl.trans(de), DTYPE) + bend * dd
-        dW_2, dS_2 = _put_back((dW_2, dS_2), y_r, do_c, d_initial, second, coefficients, meta)
+        de = dot(tl.trans(ds), W, DTYPE) - negated_e
+        dz = slope * add_dot(-negated_x, W, tl.trans(de), DTYPE) + bend * dd
+        dW_2, dS_2 = _state_backward((dW_2, dS_2), y_r, do_c, d_initial, second, coefficients, meta)
         dW_2 = add_dot(add_dot(dW_2, x, de, DTYPE), ds, e_c, DTYPE)
         tl.debug_barrier()  # frees the registers of the second layer
         D = load_layer(state, first)
-        dbeta_1, dc_1, dH_1 = _sums(dW_1, dS_1, D, state, first, meta)
+        dbeta_1, dc_1, dH_1 = _coefficients_backward(dW_1, dS_1, D, state, first, meta)
         W = D
         if meta.RETURNS:
             W += load_layer(initial, first)
-        dk = dot(tl.trans(dz), W, DTYPE) - taken_k
-        dW_1, dS_1 = _put_back((dW_1, dS_1), du_r, q_c, d_initial, first, coefficients, meta)
+        dk = dot(tl.trans(dz), W, DTYPE) - negated_k
+        dW_1, dS_1 = _state_backward((dW_1, dS_1), du_r, q_c, d_initial, first, coefficients, meta)
         dW_1 = add_dot(dW_1, dz, k_c, DTYPE)
         if meta.RESIDUAL:
             dk += de

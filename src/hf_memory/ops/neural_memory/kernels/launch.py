@@ -97,13 +97,16 @@ class _Tiled(NamedTuple):
     @classmethod
     def forward(cls, o: Tensor, end: Tensor, *given) -> None:
         """Write the output [NC, N, C, V] to o, and the state after the chunks to end."""
-        (chunks, meta), sizes = cls.after(*given), Sizes(*o.shape[:3])
+        chunks, meta = cls.after(*given)
+        sizes = Sizes(*o.shape[:3])
         launcher(read_kernel, _grid(sizes, meta))(chunks, o, sizes, meta=meta, **LAUNCH)
         end.copy_(chunks.states[-1])
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
         """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
-        sizes, (rows, _, states, *_), meta = Sizes(*do.shape[:3]), self.chunks, self.meta
+        sizes = Sizes(*do.shape[:3])
+        rows, _, states, *_ = self.chunks
+        meta = self.meta
         d_states = torch.empty_like(states)
         d_states[-1] = d_after
         reads, grads = _read_backward(self.chunks, meta, do)
@@ -126,7 +129,8 @@ class _Tiled(NamedTuple):
 
     def _of_keys(self, inner: Inner, after: Tensor) -> Tensor:
         """Gradient of the keys: through Z, and through the update of the first layer."""
-        meta, (rows, _, states, learned, closed) = self.meta, self.chunks
+        meta = self.meta
+        rows, _, states, learned, closed = self.chunks
         A = states[:-1, :, 0]
         if meta.ANCHOR:
             A = torch.where(closed[..., None] != 0, A, states[:-1, :, -1])
@@ -191,7 +195,8 @@ class _Held(NamedTuple):
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
         """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
-        chunks, meta, sizes = *self, Sizes(*do.shape[:3])
+        chunks, meta = self
+        sizes = Sizes(*do.shape[:3])
         d_initial = torch.zeros_like(chunks.initial) if meta.RETURNS else None
         d_states = StateGradients(d_after.contiguous(), torch.empty_like(d_after), d_initial)
         reads, grads = _read_backward(chunks, meta, do)

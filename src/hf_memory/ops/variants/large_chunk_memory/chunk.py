@@ -35,7 +35,8 @@ def large_chunk_memory(
     fresh: bool = False,
 ) -> tuple[Tensor, LargeChunkState]:
     """Same function as the reference."""
-    (B, T, HV), (chunk_size, step_size) = v.shape[:3], rule
+    B, T, HV = v.shape[:3]
+    chunk_size, step_size = rule
     layout = layout_of(initial_state.phase, mask, T, chunk_size, fresh)
     arranged: Any = (
         arrange(x, layout) for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, lr, momentum)

@@ -76,7 +76,9 @@ def large_chunk_memory(
     rule: LargeChunkRule,
 ) -> tuple[Tensor, LargeChunkState]:
     """The recurrence in the op's docstring."""
-    q, k, (chunk_size, step_size) = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2]), rule
+    q = repeat_heads(q, v.shape[2])
+    k = repeat_heads(k, v.shape[2])
+    chunk_size, step_size = rule
     A, S, total = enter(initial_state, weights)
     none = tuple(map(torch.zeros_like, S))
     phase = initial_state.phase
