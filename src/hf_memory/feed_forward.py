@@ -36,11 +36,8 @@ class MemoryValues(Convertible, nn.EmbeddingBag):
     def forward(self, slots: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         """Sums [B, T, hidden_size] of the values of slots [B, T, n], weighted by [B, T, n]."""
         weights = weights.flatten(0, 1).to(self.weight.dtype)
-        return (
-            super()
-            .forward(slots.flatten(0, 1), per_sample_weights=weights)
-            .unflatten(0, slots.shape[:2])
-        )
+        sums = super().forward(slots.flatten(0, 1), per_sample_weights=weights)
+        return sums.unflatten(0, slots.shape[:2])
 
 
 class ProductKeyMemory(Convertible, nn.Module):
@@ -105,13 +102,13 @@ class Experts(Qwen3MoeExperts):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Sums [n, hidden_size] over the MLPs of tokens [n, hidden_size], which are chosen and weighted by [n, k]."""
-        chosen = hidden_states, top_k_index, top_k_weights
+        inputs = hidden_states, top_k_index, top_k_weights
         implementation = self.config._experts_implementation  # type: ignore[union-attr]
         if implementation != "grouped_mm" or self.has_grouped_products:
-            return super().forward(*chosen)
+            return super().forward(*inputs)
         if torch.compiler.is_compiling():
-            return batched_mm_experts_forward(self, *chosen)
-        return one_after_the_other(self, *chosen)
+            return batched_mm_experts_forward(self, *inputs)
+        return one_after_the_other(self, *inputs)
 
     @property
     def has_grouped_products(self) -> bool:

@@ -107,13 +107,8 @@ class ShortConvolution(Convertible, nn.Module):
             y [B, T, channels], zero at padding, and the state after x.
         """
         W = self.weight.shape[1]
-        if (
-            state is not None
-            and W > 1
-            and x.shape[1] == 1
-            and attention_mask is None
-            and cu_seqlens is None
-        ):
+        is_plain = attention_mask is None and cu_seqlens is None
+        if state is not None and W > 1 and x.shape[1] == 1 and is_plain:
             return convolution_step(x, state, self.weight, self.bias, silu=silu, in_place=True)
         y, state = _over_last_tokens(
             lambda context: self._sums(context, cu_seqlens), W, x, state, attention_mask
@@ -126,7 +121,7 @@ class ShortConvolution(Convertible, nn.Module):
         [B, W - 1 + T, channels] -> [B, T, channels]. On the CPU this takes a sixth of the time of a convolution.
         """
         W = self.weight.shape[1]
-        T = context.shape[1] - self.weight.shape[1] + 1
+        T = context.shape[1] - W + 1
         weight = self.weight.mT.to(torch.promote_types(context.dtype, torch.float32)).contiguous()
         place = None if cu_seqlens is None else packed(cu_seqlens, T).position[0, :, None]
         y = context[:, W - 1 :] * weight[-1]
@@ -146,11 +141,9 @@ def token_before(
 
     def before(context: Tensor) -> Tensor:
         past = context[:, :-1]
-        return (
-            past
-            if cu_seqlens is None
-            else past.where(packed(cu_seqlens, past.shape[1]).position[0, :, None] > 0, 0)
-        )
+        if cu_seqlens is None:
+            return past
+        return past.where(packed(cu_seqlens, past.shape[1]).position[0, :, None] > 0, 0)
 
     return _over_last_tokens(before, 2, x, state, attention_mask)
 
@@ -162,9 +155,18 @@ def _over_last_tokens(
     state: Tensor | None,
     attention_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """f applied to the W - 1 tokens before x and x [B, W - 1 + T, channels], and the last W - 1 tokens as the state.
+    """The results of f, which reads a window of W tokens, and the state after x.
 
-    f sees the tokens of each row without padding; results at padding are zero.
+    Args:
+        f: [B, W - 1 + T, channels], the W - 1 tokens before x and those of x -> results [B, T, channels]. It is given
+            each row with its padding at the end.
+        W: number of tokens of a window.
+        x: [B, T, channels].
+        state: [B, W - 1, channels], the tokens before x, or None if there were none.
+        attention_mask: [B, T], zero at padding, or None.
+
+    Returns:
+        The results [B, T, ...], zero at padding, and the last W - 1 tokens that are not padding.
     """
     B, T, channels = x.shape
     if state is None:
@@ -207,13 +209,13 @@ def last_tokens(
 def real_tokens_first(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """x [B, T, ...] with the padding of each row moved to the end, and the original places of the tokens [B, T]."""
     order = attention_mask.long().argsort(dim=1, descending=True, stable=True)
-    return x.gather(1, _wide(order, x)), order
+    return x.gather(1, _index(order, x)), order
 
 
 def in_their_places(x: Tensor, order: Tensor) -> Tensor:
     """The inverse of `real_tokens_first`."""
-    return torch.zeros_like(x).scatter(1, _wide(order, x), x)
+    return torch.zeros_like(x).scatter(1, _index(order, x), x)
 
 
-def _wide(order: Tensor, x: Tensor) -> Tensor:
+def _index(order: Tensor, x: Tensor) -> Tensor:
     return expand_dims_like(order, x).expand_as(x)

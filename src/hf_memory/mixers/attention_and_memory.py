@@ -18,9 +18,7 @@ from hf_memory.mixers.pasts import Window, window_attention
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import all_tokens, everything
 
-WINDOW = (
-    0.1  # initial factor of the window's output, so that the memory must learn what lies beyond it
-)
+WINDOW = 0.1  # initial factor of the window's output, so that the memory learns what is beyond it
 
 
 class AttentionAndMemoryMixer(MemoryMixer):

@@ -101,9 +101,9 @@ class SlotMemory(nn.Module):
         Returns:
             The outputs [B, T, HQ, V], the logarithm of their mass [B, T, HQ] in float32, and the states.
         """
-        asked = self.q_slots(q)
-        most = asked.detach().amax(-1, keepdim=True)
-        weights = _no_less((asked - most).exp())
+        exponents = self.q_slots(q)
+        most = exponents.detach().amax(-1, keepdim=True)
+        weights = _without_smallest((exponents - most).exp())
         values = F.pad(leaving.values, (0, 1), value=1.0)
         o, states = self._recall(
             linear_attention, weights, self._slots_of(leaving), values, leaving, context
@@ -114,7 +114,9 @@ class SlotMemory(nn.Module):
     def _slots_of(self, leaving: Leaving) -> Tensor:
         """The assignment of keys to slots, [B, T, H, slots] float32."""
         return torch.where(
-            leaving.exists[..., None, None], _no_less(self.k_slots(leaving.keys).softmax(-1)), 0
+            leaving.exists[..., None, None],
+            _without_smallest(self.k_slots(leaving.keys).softmax(-1)),
+            0,
         )
 
     def _recall(self, op, q, slots, v, leaving: Leaving, context: Context) -> tuple[Tensor, States]:
@@ -145,16 +147,20 @@ class SlotMemory(nn.Module):
         groups = q.shape[1] // k.shape[1]
         learned = self.k_slots.weight, self.k_slots.bias, self.q_slots.weight
         weights = (x.unflatten(0, (k.shape[1], -1)) for x in learned)
-        for of_head, queries, keys in zip(
-            zip(*weights), upcast(q).split(groups, 1), upcast(k).unbind(1)
-        ):
-            self._start_head(of_head, queries.flatten(0, 1), keys, rotation)
+        weights_by_head = zip(*weights)
+        queries_by_head = upcast(q).split(groups, 1)
+        keys_by_head = upcast(k).unbind(1)
+        for weights_h, q_h, k_h in zip(weights_by_head, queries_by_head, keys_by_head):
+            self._start_head(weights_h, q_h.flatten(0, 1), k_h, rotation)
         self.q_slots.bias.zero_()
 
     def _start_head(
         self, weights: tuple[Tensor, ...], q: Tensor, k: Tensor, rotation: Tensor
     ) -> None:
-        """Initialise one head. Keys count as close if queries see little difference between them."""
+        """Initialise one head from its queries [n, D] and keys [tokens, D]; `weights` are k_slots' and q_slots' of it.
+
+        Distances between keys are those that queries see: differences of scores, by the square root of the mean q q^T.
+        """
         k_weight, k_bias, q_weight = weights
         size, vectors = torch.linalg.eigh(q.mT @ q / len(q))
         seen = (
@@ -174,7 +180,7 @@ class SlotMemory(nn.Module):
 
 
 class DecayedSlots(SlotMemory):
-    """The same with a decay for each head: n <- e^g n + phi(k), S <- e^g S + phi(k) v^T."""
+    """Slots with a decay for each head: n <- e^g n + phi(k), S <- e^g S + phi(k) v^T."""
 
     num_gates = 1
 
@@ -183,12 +189,12 @@ class DecayedSlots(SlotMemory):
         self.decay = SigmoidDecay(config.hidden_size, heads, None, 0, config.gate_logit_normalizer)
 
     def gates(self, hidden_states: Tensor) -> Tensor:
-        """The logarithm of the decay, as a gate."""
+        """The logarithm of the decay, as a gate [B, T, H, 1] for hidden states [B, T, hidden_size]."""
         return self.decay(hidden_states)[..., None]
 
 
 class DeltaSlots(SlotMemory):
-    """The same with the delta rule: a token's value replaces part of what its slots hold.
+    """Slots with the delta rule: a token's value replaces part of what its slots hold.
 
     S <- S + beta phi(k) (v - S^T phi(k))^T,   n <- n + phi(k),   w = n exp(B q + b),   o = S^T w / sum w, of mass sum w
     """
@@ -207,7 +213,7 @@ class DeltaSlots(SlotMemory):
         return {"slot_values": State((*counts.shape, config.head_dim)), "slot_counts": counts}
 
     def gates(self, hidden_states: Tensor) -> Tensor:
-        """The write strength, as a gate."""
+        """The write strength, as a gate [B, T, H, 1] for hidden states [B, T, hidden_size]."""
         return upcast(self.b_proj(hidden_states)).sigmoid()[..., None]
 
     def forward(
@@ -219,7 +225,12 @@ class DeltaSlots(SlotMemory):
         weights = self.q_slots(q) + repeat_heads((counts + NOTHING).log(), q.shape[2])
         mass = weights.logsumexp(-1, keepdim=True)
         o, new = self._recall(
-            delta_rule, _no_less((weights - mass).exp()), slots, leaving.values, leaving, context
+            delta_rule,
+            _without_smallest((weights - mass).exp()),
+            slots,
+            leaving.values,
+            leaving,
+            context,
         )
         return o, mass[..., 0], states | new
 
@@ -227,17 +238,16 @@ class DeltaSlots(SlotMemory):
         """[B, T, H, slots], the sum of earlier assignments to each slot in the same sequence."""
         counts = slots.cumsum(1)
         if context.cu_seqlens is not None:
-            starts = (
-                torch.arange(T := slots.shape[1], device=slots.device)
-                - packed(context.cu_seqlens, T).position[0]
-            )
+            T = slots.shape[1]
+            places = torch.arange(T, device=slots.device)
+            starts = places - packed(context.cu_seqlens, T).position[0]
             return counts - F.pad(counts, (0, 0, 0, 0, 1, 0))[:, starts], {}
         if context.states:
             counts = counts + context.states["slot_counts"][:, None]
         return counts, {"slot_counts": counts[:, -1]}
 
 
-def _no_less(weights: Tensor) -> Tensor:
+def _without_smallest(weights: Tensor) -> Tensor:
     """Set the smallest weights to zero."""
     return F.threshold(weights, LEAST, 0.0)
 

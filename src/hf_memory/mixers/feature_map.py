@@ -18,9 +18,8 @@ def num_features(config) -> int:
         "dpfp": 2 * D * feature_maps.DPFP_ROLLS,
         "taylor": 1 + D + D * (D + 1) // 2,
     }
-    return {"favor": F, "rfa": 2 * (F or 0)}.get(config.feature_map) or widths.get(
-        config.feature_map, D
-    )
+    widths |= {"favor": F or D, "rfa": 2 * (F or 0) or D}
+    return widths.get(config.feature_map, D)
 
 
 class FeatureMap(nn.Module):
@@ -32,9 +31,8 @@ class FeatureMap(nn.Module):
         H = config.num_attention_heads
         D = config.head_dim
         if self.name == "hedgehog":
-            self.q_weight = nn.Parameter(
-                torch.empty(H * D, D)
-            )  # tensor parallelism splits rows, which are heads
+            # tensor parallelism splits rows, which are heads
+            self.q_weight = nn.Parameter(torch.empty(H * D, D))
             self.k_weight = nn.Parameter(torch.empty(H * D, D))
         if self.name in RANDOM_FEATURE_MAPS:
             self.projection = nn.Buffer(torch.empty(config.feature_dim, D))

@@ -13,11 +13,9 @@ from hf_memory.layers import upcast
 
 def low_rank(hidden_size: int, rank: int | None) -> tuple[nn.Module, int]:
     """A projection to `rank` channels, or the identity if `rank` is None, and the number of output channels."""
-    return (
-        (nn.Identity(), hidden_size)
-        if rank is None
-        else (nn.Linear(hidden_size, rank, bias=False), rank)
-    )
+    if rank is None:
+        return nn.Identity(), hidden_size
+    return nn.Linear(hidden_size, rank, bias=False), rank
 
 
 def steady_rows(down: nn.Module, proj: nn.Linear, direction: Tensor) -> None:

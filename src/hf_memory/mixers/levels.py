@@ -37,7 +37,7 @@ class LevelWeights(nn.Module):
 
 
 class Written(NamedTuple):
-    """What tokens write to a memory, and what they ask of it; the names are those of the ops' arguments."""
+    """What tokens write to a memory, and the queries that read it; the names are those of the ops' arguments."""
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
@@ -47,7 +47,7 @@ class Written(NamedTuple):
 
 
 class Levels:
-    """What a `MemoryMixer` with an additive memory or the delta rule has besides: both may have levels."""
+    """Adds `remember` to a `MemoryMixer`: linear attention or the delta rule, with one memory or with levels."""
 
     has_levels = True
     config: Any

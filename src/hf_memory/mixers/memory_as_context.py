@@ -44,13 +44,13 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         memory = NeuralMemoryMixer.state_spec(config, layer_idx)
         _, heads, _, D, _ = config.attention_heads
         pairs = State((config.segment_length, 2, heads, D), None)
-        own = {
+        return {
             "then": memory["weights"],
             "offset": State((), torch.long, largest=config.segment_length),
             "keys": pairs,
             "values": pairs,
+            "memory": memory,
         }
-        return own | {"memory": memory}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of the memory, its weights at the start of the segment, the number of tokens of the
@@ -103,12 +103,14 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
             x, mask, *angles = rows
             positions = Positions(*angles) if angles else None
             output, states = self._piece(x, Context(positions, mask, None, states))
-            return _own(states), _own(output)
+            return _copied(states), _copied(output)
 
         mask = context.attention_mask
         mask = hidden_states.new_ones(B, T, dtype=torch.bool) if mask is None else mask
         rows = tuple(split(x) for x in (hidden_states, mask, *(context.positions or ())))
-        states, outputs = scan(piece, _own(context.states or self._all_empty(hidden_states)), rows)
+        states, outputs = scan(
+            piece, _copied(context.states or self._all_empty(hidden_states)), rows
+        )
         return first(outputs.transpose(0, 1).flatten(1, 2), T), states
 
     def _empty(self, hidden_states: Tensor) -> States:
@@ -156,8 +158,8 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         y = self.attention_norm(self.o_proj(heads.flatten(-2)))
         remembered, memory = self.remember(y, context)
         output = y * self.memory_norm(remembered).sigmoid()
-        own = {"then": then, "offset": offset + real.sum(1), "keys": keys, "values": values}
-        return output, own | {"memory": memory}
+        segment = {"then": then, "offset": offset + real.sum(1), "keys": keys, "values": values}
+        return output, segment | {"memory": memory}
 
     def _attend_pairs(
         self, x: Tensor, h: Tensor, places: Tensor, context: Context
@@ -178,7 +180,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         return self.scores.attend(blocks), keys, values
 
 
-def _own(tensors: Any) -> Any:
+def _copied(tensors: Any) -> Any:
     """Copies as a loop in a graph needs them: no views of each other, and the same strides in each step."""
     return tree_map(lambda x: x.clone(memory_format=torch.contiguous_format), tensors)
 

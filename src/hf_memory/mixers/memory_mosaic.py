@@ -12,9 +12,8 @@ from hf_memory.mixers.pasts import Everything
 from hf_memory.ops import linear_attention
 from hf_memory.ops.masks import Mask
 
-completed = Mask(
-    lambda q, k: (k <= q) & (k > 0)
-)  # there is no pair at the first token of a sequence
+# There is no complete pair yet at the first token of a sequence.
+completed = Mask(lambda q, k: (k <= q) & (k > 0))
 
 
 class MemoryMosaicMixer(MemoryMixer):

@@ -78,22 +78,18 @@ class InnerNorm(nn.Module):
 
 
 class NeuralMemoryMixer(MemoryMixer):
-    """LMM: queries and keys of unit length, values, gates for each head, a neural memory, an output norm and gate.
+    """Titans' memory alone (LMM): q, k and v, gates of each head, a neural memory, and a norm and gate of its output.
 
-    The inner rate is max_lr sigmoid(W x) (1 - eta) / chunk_size, since steps add up over a chunk and in the momentum.
+    The inner learning rate is max_lr sigmoid(W x) (1 - eta) / chunk_size, since steps add up over the tokens of a chunk
+    and in the momentum eta.
     """
 
-    gates: dict[str, float] = {
-        "lr": 0.0,
-        "momentum": 0.0,
-        "decay": -6.0,
-    }  # and the initial values of their biases
+    # names of the gates, and initial values of their biases
+    gates: dict[str, float] = {"lr": 0.0, "momentum": 0.0, "decay": -6.0}
     unit_keys = True  # whether keys and queries have unit length
     has_bias = False
     has_norm = False
-    clips_gradients = (
-        True  # whether `memory_max_grad_norm` is possible: with one gradient for each token
-    )
+    clips_gradients = True  # whether `memory_max_grad_norm` is possible: with one gradient a token
 
     def __init__(self, config, layer_idx: int, *, reads_persistent: bool = True):
         super().__init__(config, layer_idx)
@@ -157,7 +153,10 @@ class NeuralMemoryMixer(MemoryMixer):
         return super().forward(hidden_states, *args, **kwargs)
 
     def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
-        """Read a memory without updating it; `weights` [N, HV, P] are relative to the initial weights."""
+        """Read a memory without updating it: the output [B, T, hidden_size] for hidden states [B, T, hidden_size].
+
+        `weights` [B, HV, P] are those of the memory minus the initial weights.
+        """
         initial = self.initial_weights()
         q = self.by_head(F.silu(self.q_proj(hidden_states)))
         q, _ = self.rotate(q, q, positions)
@@ -227,23 +226,25 @@ class NeuralMemoryMixer(MemoryMixer):
     def _after_persistent(
         self, hidden_states: Tensor, context: Context
     ) -> tuple[Tensor, Context, Tensor | None]:
-        """Insert persistent tokens before sequences that begin here; also returns the new places of real tokens."""
+        """The tokens with persistent tokens before each sequence that begins here, and their context.
+
+        The third result is the new place [T] of each token that was given; None if nothing was inserted.
+        """
         P = self.num_persistent
         if not P or context.states:
             return hidden_states, context, None
-        B, T, device = *hidden_states.shape[:2], hidden_states.device
+        B, T = hidden_states.shape[:2]
+        device = hidden_states.device
         bounds = context.cu_seqlens
         starts = torch.zeros(1, dtype=torch.long, device=device) if bounds is None else bounds[:-1]
-        before = P * torch.arange(
-            len(starts), device=device
-        )  # persistent tokens before each sequence
+        # persistent tokens of earlier sequences
+        before = P * torch.arange(len(starts), device=device)
         tokens = torch.arange(T, device=device)
         real = tokens + P * (tokens[:, None] >= starts).sum(1)
-        order = torch.cat(
-            [real, ((starts + before)[:, None] + torch.arange(P, device=device)).flatten()]
-        ).argsort()
-        wide = self.persistent.to(hidden_states.dtype).repeat(len(starts), 1).expand(B, -1, -1)
-        hidden_states = torch.cat([hidden_states, wide], 1)[:, order]
+        persistent_places = (starts + before)[:, None] + torch.arange(P, device=device)
+        order = torch.cat([real, persistent_places.flatten()]).argsort()
+        persistent = self.persistent.to(hidden_states.dtype).repeat(len(starts), 1)
+        hidden_states = torch.cat([hidden_states, persistent.expand(B, -1, -1)], 1)[:, order]
         mask = context.attention_mask
         cu_seqlens = context.cu_seqlens
         if mask is not None:

@@ -14,14 +14,8 @@ from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.ops import delta_rule
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 
-MIXES = {
-    "r": 0.2,
-    "w": 0.9,
-    "k": 0.7,
-    "v": 0.7,
-    "a": 0.9,
-    "g": 0.2,
-}  # initial exponents of the token shift
+# The inputs of the time mix, and initial exponents of their shares of the previous token.
+MIXES = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 
 class Start(NamedTuple):
@@ -119,10 +113,9 @@ class Rwkv7Mixer(MemoryMixer):
         x = hidden_states[..., :width]
         first_values = hidden_states[..., width:]
         mixed, first_values, states = self.mix_time(self.input_layernorm(x), first_values, context)
-        made, states["channel_shift"] = self.mlp(self.post_attention_layernorm(x + mixed), context)
-        return torch.cat([mixed + made, first_values], dim=-1)[
-            ..., : hidden_states.shape[-1]
-        ], states
+        fed, states["channel_shift"] = self.mlp(self.post_attention_layernorm(x + mixed), context)
+        output = torch.cat([mixed + fed, first_values], dim=-1)
+        return output[..., : hidden_states.shape[-1]], states
 
     def mix_time(
         self, x: Tensor, first_values: Tensor, context: Context
@@ -156,8 +149,8 @@ class Rwkv7Mixer(MemoryMixer):
             in_place=True,
             **context.options(self.config.mixer_backend),
         )
-        now = (r * self.by_head(self.r_k) * k).sum(-1, keepdim=True)
-        o = torch.addcmul(self.by_head(self.o_norm(o)), now, v).flatten(-2)
+        share_of_value = (r * self.by_head(self.r_k) * k).sum(-1, keepdim=True)
+        o = torch.addcmul(self.by_head(self.o_norm(o)), share_of_value, v).flatten(-2)
         return (
             self.o_proj((o * self.g_lora(x_g)).to(r.dtype)),
             first_values,

@@ -54,13 +54,15 @@ class TTTMixer(NeuralMemoryMixer):
         return super().project(hidden_states, context)
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
-        """Gates of each token. Steps since the anchor decay by tau_i / tau_{i-1}, so that all have the rate tau_i."""
+        """Arguments of the op for each token [B, T, HV]: learning rates, and logarithms of decays.
+
+        The op decays all steps since the anchor by tau_i / tau_{i-1}, after which all have the factor tau_i.
+        """
         place = self._places(hidden_states, context)
         b = self.config.memory_chunk_size
         learned = upcast(self.position_rate)
-        tau = (
-            1 / torch.arange(1, b + 1, device=learned.device, dtype=learned.dtype) + learned
-        ).clamp(min=LEAST)
+        position = torch.arange(1, b + 1, device=learned.device, dtype=learned.dtype)
+        tau = (1 / position + learned).clamp(min=LEAST)
         decay = torch.cat([tau.new_zeros(1), tau.log().diff()])
         lr = self.config.memory_max_lr / self.head_dim * self.logit("lr", hidden_states).sigmoid()
         return {
@@ -80,6 +82,6 @@ class TTTMixer(NeuralMemoryMixer):
             place = (mask.cumsum(1) - 1).clamp(min=0)
         else:
             place = torch.arange(T, device=hidden_states.device)[None]
-        return (
-            place + context.states["phase"][:, None] if context.states else place
-        ) % self.config.memory_chunk_size
+        if context.states:
+            place = place + context.states["phase"][:, None]
+        return place % self.config.memory_chunk_size

@@ -79,13 +79,13 @@ def neural_memory(
 def _coefficients(
     lr: Tensor, momentum: Tensor | None, decay: Tensor | None, real: Tensor | None
 ) -> Coefficients:
-    """Arguments are [NC, N, C]; `real` is 1 at tokens and 0 at padding, which changes neither weights nor momentum."""
+    """The coefficients of the module's docstring, from the arguments of the op in chunks [NC, N, C].
+
+    `real` is 1 at tokens and 0 at padding, which changes neither weights nor momentum; None if all are tokens.
+    """
     beta = None if decay is None else decay.cumsum(-1).exp()[..., None]
-    forgets = (
-        torch.ones_like(lr[..., None] * lr[..., None, :]).tril()
-        if decay is None
-        else _products(decay)
-    )
+    ones = lr.new_ones(*lr.shape, lr.shape[-1])
+    forgets = ones.tril() if decay is None else _products(decay)
     if momentum is None:
         return Coefficients(forgets * lr[..., None, :], beta, None, None, None)
     if real is not None:

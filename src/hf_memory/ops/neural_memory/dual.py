@@ -35,7 +35,7 @@ def run(inputs: Inputs, coefficients, memory: Memory):
     """
     W, S, A, initial, norm, closed, rule = memory
     L = len(W)
-    none = [None] * len(W)
+    none = [None] * L
     M = [torch.cat(layers, dim=1) for layers in zip(W, S)] if S else W
     tensors = (
         *_rows(inputs, coefficients, rule),
@@ -72,7 +72,7 @@ class _Pass(torch.autograd.Function):
         M = tuple(m.clone() for m in M)
         has_anchor = bool(A)
         outputs = []
-        kept = []
+        states_of_groups: list = []
         ctx.rule = rule
         ctx.closed = closed
         ctx.L = L
@@ -80,13 +80,14 @@ class _Pass(torch.autograd.Function):
         for n in range(len(rows.q)):
             A = pick(closed[n], _weights(M, I), A)
             if n % ctx.size == 0:
-                kept += [*(m.clone() for m in M), *(A if closed[n] is not True else [None] * L)]
+                anchor = [None] * L if closed[n] is True else A
+                states_of_groups += [*(m.clone() for m in M), *anchor]
             chunk = Chunk(rule, rows.of(n), norm, M, A, I)
             outputs.append(chunk.read())
             A = () if closed[n + 1] is True else chunk.anchor_after()
             chunk.write(M)
         A = pick(closed[-1], _weights(M, I), A)
-        ctx.save_for_backward(*tensors, *kept)
+        ctx.save_for_backward(*tensors, *states_of_groups)
         return torch.stack(outputs), *M, *(tuple(x.clone() for x in A) if has_anchor else ())
 
     @staticmethod
@@ -97,7 +98,7 @@ class _Pass(torch.autograd.Function):
         count = len(Rows._fields) + 2 + 3 * ctx.L
         saved = ctx.saved_tensors  # read once: with checkpointing they can be unpacked only once
         tensors = saved[:count]
-        kept = saved[count:]
+        states_of_groups = saved[count:]
         rows, norm, (*_, I) = _group(tensors, L)
         dM = [d.clone() for d in d_layers[:L]]
         dA = list(d_layers[L:]) or [None] * L
@@ -107,26 +108,20 @@ class _Pass(torch.autograd.Function):
         dA = _unpick(closed[-1], dM, dA)
         for start in reversed(range(0, len(rows.q), ctx.size)):
             first = start // ctx.size * 2 * L
-            chunks = _again(
-                ctx,
-                rows,
-                norm,
-                kept[first : first + L],
-                _some(kept[first + L : first + 2 * L]),
-                I,
-                start,
-            )
+            M = states_of_groups[first : first + L]
+            A = _some(states_of_groups[first + L : first + 2 * L])
+            chunks = _computed_again(ctx, rows, norm, M, A, I, start)
             for n in reversed(range(start, start + len(chunks))):
-                given, dM, dA = chunks.pop().backward(do[n], dM, dA, dI, d_norm)
-                for whole, part in zip(d_rows, given):
+                d_rows_n, dM, dA = chunks.pop().backward(do[n], dM, dA, dI, d_norm)
+                for whole, part in zip(d_rows, d_rows_n):
                     if whole is not None:
                         whole[n] = part
                 dA = _unpick(closed[n], dM, dA)
         return None, None, None, *d_rows, *d_norm, *dM, *dA, *dI
 
 
-def _again(ctx, rows: Rows, norm, M: Stacks, A: Layers, I: Layers, start: int) -> list:
-    """Recompute the chunks of a group from the state before it; without an anchor, it is the weights."""
+def _computed_again(ctx, rows: Rows, norm, M: Stacks, A: Layers, I: Layers, start: int) -> list:
+    """Compute the chunks of a group again, from the stacks and the anchor before it; no anchor means the weights."""
     chunks: list[Chunk] = []
     for n in range(start, min(start + ctx.size, len(rows.q))):
         if chunks:

@@ -63,19 +63,29 @@ def _chunk(inputs: Inputs, coefficients, muon, memory: Memory):
     gradients = _gradients(tuple(map(retained, A)), inputs, per_token, rule)
     returns = {"initial": initial, "anchor": A}.get(rule.forget_to)
     if muon is None:
-        weights = _sums(coefficients, W, S, returns, gradients)
+        weights = _after_each_token(coefficients, W, S, returns, gradients)
         *_, m, H = coefficients
         S = tuple(H * s - torch.einsum("nj,njio->nio", m[..., 0], g) for s, g in zip(S, gradients))
     else:
-        slopes = _sums(coefficients, S, (), None, gradients)
-        weights = _sums(muon, W, (), returns, tuple(-orthogonal(s) for s in slopes))
+        slopes = _after_each_token(coefficients, S, (), None, gradients)
+        weights = _after_each_token(muon, W, (), returns, tuple(-orthogonal(s) for s in slopes))
         S = tuple(s[:, -1] for s in slopes)
     o = network(inputs.q[:, :, None], tuple(map(retained, weights)), rule, per_token)[:, :, 0]
     return o, tuple(w[:, -1] for w in weights), S
 
 
-def _sums(coefficients, start: Layers, S: Layers, returns: Layers | None, steps: Layers) -> Layers:
-    """Each layer's weights (or momentum) after each token, [N, C, d_in, d_out]."""
+def _after_each_token(
+    coefficients, start: Layers, S: Layers, returns: Layers | None, steps: Layers
+) -> Layers:
+    """Each layer's weights (or momentum) after each token of a chunk, [N, C, d_in, d_out].
+
+    Args:
+        coefficients: of the chunk.
+        start: the weights (or the momentum) before it.
+        S: the momentum before it, which is added to weights; empty if there is none.
+        returns: the weights to which weights decay; None for zero.
+        steps: the gradient of each token [N, C, d_in, d_out].
+    """
     P, beta, c, *_ = coefficients
     layers = []
     for layer, step in enumerate(steps):

@@ -22,15 +22,18 @@ from hf_memory.ops.neural_memory.one_chunk import Memory
 
 
 class Products(NamedTuple):
-    """What needs no state of all chunks; M has PARTS, weights and momentum."""
+    """What is computed for all chunks at once, without a state. M has PARTS, weights and perhaps momentum.
 
-    reads: Any  # [NC, N, C, C]
-    asks: Any  # [NC, N, C, PARTS * K]
-    values: Any  # [NC, N, C, V]
-    keys: Any  # [NC, N, C, PARTS * K]
-    leaves: Any  # [NC, N, C, PARTS * K]
-    through: Any  # [NC, N, PARTS, PARTS] or None
-    back: Any  # [NC, N, K, V] or None
+    Chunk by chunk, U = values - keys M, O = reads U + asks M, and M <- through M + leaves^T U + back.
+    """
+
+    reads: Any  # [NC, N, C, C], P .* Q K^T
+    asks: Any  # [NC, N, C, PARTS * K], queries multiplied by beta and c
+    values: Any  # [NC, N, C, V], errors of a memory of zeros
+    keys: Any  # [NC, N, C, PARTS * K], what a part of M changes in the errors
+    leaves: Any  # [NC, N, C, PARTS * K], keys multiplied by the last row of P and by m
+    through: Any  # [NC, N, PARTS, PARTS], beta_n, c_n and H, which multiply the parts of M; None: all ones
+    back: Any  # [NC, N, K, V], what decayed weights get of the initial weights; None: nothing
 
 
 def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
@@ -82,7 +85,7 @@ def _pass(products: Products, M: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stacked(coefficients, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Coefficients of M's parts on the way in [..., C, 1 or 2], keys on the way out, and what M's parts become."""
+    """The coefficients beta and c of M's parts [..., C, 1 or 2], and `leaves` and `through` of `Products`."""
     P, beta, c, m, H = coefficients
     w = P[..., -1, :, None]
     one = torch.ones_like(w) if beta is None else beta
@@ -94,5 +97,5 @@ def _stacked(coefficients, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _outer(scales: Tensor, x: Tensor) -> Tensor:
-    """[..., C, n] and [..., C, D] -> [..., C, n * D]: x by each scale."""
+    """x [..., C, D] times each of the scales [..., C, n], concatenated: [..., C, n * D]."""
     return (scales[..., None] * x[..., None, :]).flatten(-2)

@@ -33,13 +33,11 @@ class Inputs(NamedTuple):
 
     @property
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """k, v and lr with a dimension of pairs after that of `q` before its channels."""
+        """k, v and lr with a dimension of pairs, the last one of lr and the last but one of k and v."""
         k, v, lr = self[1:4]
-        return (
-            (k, v, lr)
-            if k.ndim > self.q.ndim
-            else (k.unsqueeze(-2), v.unsqueeze(-2), lr.unsqueeze(-1))
-        )
+        if k.ndim > self.q.ndim:
+            return k, v, lr
+        return k.unsqueeze(-2), v.unsqueeze(-2), lr.unsqueeze(-1)
 
 
 class Rule(NamedTuple):
@@ -73,7 +71,7 @@ class NeuralMemoryState(NamedTuple):
 
 
 def lift(x: Tensor, rule: Rule, value: float = 1.0) -> Tensor:
-    """Append the constant that biases multiply."""
+    """Rows x [..., d] with a further channel for biases, if the memory has any: the constant that they multiply."""
     return F.pad(x, (0, 1), value=value) if rule.bias else x
 
 
@@ -91,13 +89,13 @@ def standardized_backward(g: Tensor, z_hat: Tensor, rstd: Tensor) -> Tensor:
 
 def orthogonal(x: Tensor) -> Tensor:
     """Five Newton-Schulz steps of Muon [..., m, n]: singular values become about 1. https://kellerjordan.github.io/posts/muon"""
-    wide = x.shape[-2] > x.shape[-1]
-    x = x.mT if wide else x
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
     x = x / ((x * x).sum((-2, -1), keepdim=True) + NORM_EPS**2).sqrt()
     for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if wide else x
+    return x.mT if is_tall else x
 
 
 def output(z: Tensor, x: Tensor, rule: Rule, norm: Norm | None) -> Tensor:
@@ -141,7 +139,7 @@ LOSSES: dict[
 def error(
     z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None, threshold: Tensor | None = None
 ) -> Tensor:
-    """Gradient of the loss with respect to the last layer's rows z."""
+    """The gradient of the inner loss with respect to the last layer's rows z [..., V], for keys k and values v."""
     if norm is None:
         return LOSSES[rule.loss](output(z, k, rule, None) - v, threshold)
     z_hat, rstd = standardized(z)

@@ -22,9 +22,8 @@ from hf_memory.ops.neural_memory.network import (
 )
 
 Layers = tuple[Tensor, ...]  # [N, d_in, d_out] of each layer
-Stacks = tuple[
-    Tensor, ...
-]  # [N, R d_in, d_out]: weights, and with momentum (R = 2) the momentum below them
+# [N, R d_in, d_out] of each layer: weights, and with momentum (R = 2) the momentum below them
+Stacks = tuple[Tensor, ...]
 
 
 class Memory(NamedTuple):
@@ -59,7 +58,9 @@ class Rows(NamedTuple):
 
 def add(x: Any, y: Any) -> Any:
     """x + y, where None is zero."""
-    return y if x is None else x if y is None else x + y
+    if x is None:
+        return y
+    return x if y is None else x + y
 
 
 def total(summands: Iterable) -> Any:
@@ -86,7 +87,7 @@ def spread(x: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def spread_backward(x: Tensor, scale: Tensor | None, g: Tensor) -> tuple[Tensor, Any]:
-    """Gradients of x and scale, None for the latter if it is, from g, the gradient of spread(x, scale)."""
+    """Gradients of x and of scale, None if scale is None, from the gradient g of spread(x, scale)."""
     if scale is None:
         return g, None
     if scale.shape[-1] == 1:
@@ -96,7 +97,10 @@ def spread_backward(x: Tensor, scale: Tensor | None, g: Tensor) -> tuple[Tensor,
 
 
 class Term:
-    """Rows, multiplied by scales, times stacked matrices; gradients are accumulated over all uses."""
+    """The product of rows, each multiplied by its scales, and stacked matrices, with an explicit backward.
+
+    `d_matrices` and `d_scale` are the gradients, which each call of a backward method adds to.
+    """
 
     def __init__(self, matrices: Layers, scale: Tensor | None):
         """Args: matrices [N, R d_in, d_out] of each layer; scale [N, C, R] or None."""
@@ -106,21 +110,21 @@ class Term:
         self.d_scale: Any = None
 
     def apply(self, x: Tensor, layer: int) -> Tensor:
-        """Multiply rows by a layer's matrix."""
+        """[r_1 x, ..., r_R x] M for rows x [N, C, d_in], their scales r and the matrix M of a layer: [N, C, d_out]."""
         return torch.bmm(spread(x, self.scale), self.matrices[layer])
 
     def apply_transposed(self, x: Tensor, layer: int) -> Tensor:
-        """Multiply rows by the transpose of a layer's matrix; only without stacking."""
+        """r (x M^T) for rows x [N, C, d_out], one scale r and the matrix M of a layer: [N, C, d_in]."""
         return spread(torch.bmm(x, self.matrices[layer].mT), self.scale)
 
     def backward(self, x: Tensor, g: Tensor, layer: int) -> Tensor:
         """Gradient of x from g, the gradient of apply(x)."""
-        self._gather(layer, spread(x, self.scale), g)
+        self._add_product(layer, spread(x, self.scale), g)
         return self._through_spread(x, g @ self.matrices[layer].mT)
 
     def backward_transposed(self, x: Tensor, g: Tensor, layer: int) -> Tensor:
         """Gradient of x from g, the gradient of apply_transposed(x)."""
-        self._gather(layer, spread(g, self.scale), x)
+        self._add_product(layer, spread(g, self.scale), x)
         return self._through_spread(x, g @ self.matrices[layer])
 
     def _through_spread(self, x: Tensor, g: Tensor) -> Tensor:
@@ -128,7 +132,7 @@ class Term:
         self.d_scale = add(self.d_scale, d_scale)
         return dx
 
-    def _gather(self, layer: int, rows: Tensor, g: Tensor) -> None:
+    def _add_product(self, layer: int, rows: Tensor, g: Tensor) -> None:
         if self.d_matrices[layer] is None:
             self.d_matrices[layer] = rows.mT @ g
         else:
@@ -152,10 +156,9 @@ class Chunk:
             [] if rows.rest is None else [Term(A if rule.forget_to == "anchor" else I, rows.rest)]
         )
         self.reads = [self.stack, *returns]
-        self._last = (
-            () if rows.enters is None else rows.enters[:, -1:].split(1, dim=-1)
-        )  # beta and c after the chunk
-        self._back: Any = None if rows.rest is None else rows.rest[:, -1:]
+        # beta and c after the chunk, and 1 - beta
+        self._last = () if rows.enters is None else rows.enters[:, -1:].split(1, dim=-1)
+        self._last_rest: Any = None if rows.rest is None else rows.rest[:, -1:]
         self._learn()
 
     def _learn(self) -> None:
@@ -168,7 +171,9 @@ class Chunk:
         self.F: dict = {}
         self.D = {self.L - 1: error(self.Z[-1], self.rows.k, self.rows.v, self.rule, self.norm)}
         for layer in reversed(range(1, self.L)):
-            self.F[layer] = self._drop(self.anchor.apply_transposed(self.D[layer], layer))
+            self.F[layer] = self._without_constant(
+                self.anchor.apply_transposed(self.D[layer], layer)
+            )
             self.D[layer - 1] = self.act.backward(self.F[layer], self.Z[layer - 1])
         self.whole = self.D
         limit = self.rule.max_grad_norm
@@ -206,8 +211,8 @@ class Chunk:
 
     def _forget(self, W: Tensor, layer: int) -> None:
         """Decay weights over the chunk, in place."""
-        if self._back is not None:
-            W.lerp_(self.reads[1].matrices[layer], self._back)
+        if self._last_rest is not None:
+            W.lerp_(self.reads[1].matrices[layer], self._last_rest)
         elif self._last:
             W.mul_(self._last[0])
 
@@ -237,7 +242,7 @@ class Chunk:
         direct = do if self.rule.residual else None
         if self.norm is not None:
             z_hat, rstd = standardized(self.U[-1])
-            self._gather_norm((do * z_hat).sum(1, keepdim=True), do.sum(1, keepdim=True))
+            self._add_to_norm((do * z_hat).sum(1, keepdim=True), do.sum(1, keepdim=True))
             dU = standardized_backward(do * self.norm[0], z_hat, rstd)
         for layer in reversed(range(self.L)):
             X = self.X[layer]
@@ -246,7 +251,7 @@ class Chunk:
             scores = self.scores[layer]
             G = dU @ self.D[layer].mT
             past = total(term.backward(Y, dU, layer) for term in self.reads)
-            dY = self._drop(past.baddbmm(P * G, X, alpha=-1))
+            dY = self._without_constant(past.baddbmm(P * G, X, alpha=-1))
             self.dX[layer] = -(P * G).mT @ Y
             self.dD[layer] = -(P * scores).mT @ dU
             self.dP -= scores * G
@@ -271,7 +276,7 @@ class Chunk:
             if self._last:
                 self.stack.d_scale[:, -1:, :1] += inner(dW, W)
                 for back in self.reads[1:]:
-                    back.d_matrices[layer] = add(back.d_matrices[layer], self._back * dW)
+                    back.d_matrices[layer] = add(back.d_matrices[layer], self._last_rest * dW)
                     back.d_scale[:, -1:] += inner(dW, back.matrices[layer])
             for slope, x, dx, c in zip(slopes, S, dS, self._last[1:]):
                 slope.addcmul_(c, dW).addcmul_(self.rows.H, dx)
@@ -300,11 +305,13 @@ class Chunk:
         for layer in reversed(range(self.L)):
             self.dX[layer] += self.anchor.backward(self.X[layer], dZ[layer], layer)
             if layer:
-                dZ[layer - 1] += self.act.backward(self._drop(self.dX[layer]), self.Z[layer - 1])
-        return add(self._drop(self.dX[0]), direct), dv
+                dZ[layer - 1] += self.act.backward(
+                    self._without_constant(self.dX[layer]), self.Z[layer - 1]
+                )
+        return add(self._without_constant(self.dX[0]), direct), dv
 
-    def _drop(self, x: Tensor) -> Tensor:
-        """The inverse of lift."""
+    def _without_constant(self, x: Tensor) -> Tensor:
+        """The inverse of `lift`: the rows without the constant that biases multiply."""
         return x[..., :-1] if self.rule.bias else x
 
     def _through_error(self, dE: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -316,8 +323,8 @@ class Chunk:
             lambda z, k, v, *norm: error(z, k, v, self.rule, norm), *inputs, *self.norm
         )[1]
         *grads, d_weight, d_bias = pull(dE)
-        self._gather_norm(d_weight, d_bias)
+        self._add_to_norm(d_weight, d_bias)
         return tuple(grads)
 
-    def _gather_norm(self, *grads: Tensor) -> None:
+    def _add_to_norm(self, *grads: Tensor) -> None:
         self.d_norm[:] = map(add, self.d_norm, grads)
