@@ -105,6 +105,11 @@ def test_a_loaded_memory_goes_on_as_the_page_says(run_page):
     )
 
 
+def test_the_start_page_says_the_version():
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"| version | {hf_memory.__version__}," in page
+
+
 @every_page
 def test_commands_parse(page, monkeypatch):
     monkeypatch.chdir(ROOT)  # where the files of recipes are
