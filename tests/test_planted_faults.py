@@ -311,7 +311,7 @@ def test_packing_that_attention_decides_by_itself_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("name", ["deltanet-window", "mamba3"])
 def test_a_state_in_the_dtype_of_autocast_is_seen(name, monkeypatch):
-    monkeypatch.setattr(base, "as_declared", lambda states, spec, dtype: states)
+    monkeypatch.setattr(base, "as_declared", lambda states, *others: states)
     with pytest.raises(AssertionError):
         test_cache.test_states_have_the_dtypes_that_are_declared_whatever_computes_them(
             CASE[name], torch.bfloat16

@@ -6,7 +6,7 @@ a `MemoryLayer`. `generate` creates these caches itself.
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -65,9 +65,6 @@ class State:
 
 
 Spec = dict[str, Any]  # the State, or the Spec of a part, by name
-Mix = Callable[
-    ..., tuple[Tensor, States]
-]  # of inputs, states and `MemoryLayer.uniform_length`: outputs [B, T, ...], and states
 
 
 @dataclass
@@ -86,12 +83,14 @@ class Stretch:
 class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """A cache layer with the states of one mixer by name, and `tokens_read`, the number of tokens that led to them.
 
+    A mixer calls `read`, and then `write` with the states after its tokens.
+
     The first dimension of each state is the batch. Without gradients a state is overwritten in place, so that its
     address does not change after the first write; with gradients it is replaced, since the graph may need the old one.
 
     A recurrent state cannot be rolled back by itself. To undo tokens, `activate_past_recording` keeps a copy of the
-    states and, from then on, the inputs of the mixer. `crop` restores the copy, and the mixer replays the inputs of
-    the tokens that stay before it reads new ones. At least the last `window` tokens since the recording began, or since
+    states and, from then on, what is written. `crop` restores the copy; a mixer reads the inputs of the tokens that
+    stay, which `replay` has, before new ones. At least the last `window` tokens since the recording began, or since
     the last crop, can be undone. What is recorded is reordered, copied and moved together with the states.
     """
 
@@ -114,42 +113,6 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         )
         self.device: torch.device | None = None
 
-    def advance(self, inputs: Inputs, mix: Mix, spec: Spec) -> Tensor:
-        """Let a mixer read its inputs after these states, keep the states after them, and return the output.
-
-        Args:
-            inputs: the inputs, [B, T, ...] each; all but the first may have one row for all.
-            mix: the mixer, which may overwrite the states that it gets.
-            spec: the declaration of the states.
-        """
-        if self.is_behind:
-            self.catch_up(mix)
-        self.spec = spec
-        early = (
-            _length(inputs) - self.window if self.record_past else 0
-        )  # tokens that are too old to be undone later
-        if early <= 0:
-            return self._advance(inputs, mix)
-        parts = _tokens(inputs, slice(early)), _tokens(inputs, slice(early, None))
-        return torch.cat([self._advance(part, mix) for part in parts], 1)
-
-    def _advance(self, inputs: Inputs, mix: Mix) -> Tensor:
-        T = _length(inputs)
-        self.is_padded |= "attention_mask" in inputs
-        output, states = mix(inputs, self.read(T), uniform_length=self.uniform_length)
-        self._store(states)
-        self.tokens_read += T
-        self.is_initialized = True
-        if self.record_past:
-            last = self.recorded[-1]
-            B = len(next(iter(inputs.values())))
-            last.inputs.append(
-                {name: owned(x.detach().expand(B, *x.shape[1:])) for name, x in inputs.items()}
-            )
-            if last.length >= self.window:  # what came before is too old to be undone
-                self.recorded = [last, Stretch(self._copied())]
-        return output
-
     def make_writable(self) -> None:
         """Copy states that were made under `torch.inference_mode()`, which nothing outside it may write."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
@@ -161,12 +124,71 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def _copy_all(self) -> None:
         self._map(_writable)
 
-    def read(self, more: int = 0) -> States:
-        """The states by name, with room for some more tokens.
+    def read(self, inputs: Inputs | None = None, spec: Spec | None = None) -> States:
+        """The states by name, which may be overwritten.
 
         Without an entry, which is so before the first write and after a reset, a memory is empty.
+
+        Args:
+            inputs: what a mixer reads next, [B, T, ...] each; states that grow get room for it. Default: nothing.
+            spec: the declaration of the states; default: that of the last call.
         """
-        return self._with_room(self.states, self.tokens_read + more) if self.is_initialized else {}
+        if spec is not None:
+            self.spec = spec
+        if not self.is_initialized:
+            return {}
+        more = 0 if inputs is None else _length(inputs)
+        return self._with_room(self.states, self.tokens_read + more)
+
+    def write(self, inputs: Inputs, states: States, output: Tensor) -> Tensor:
+        """Keep the states after some inputs.
+
+        Args:
+            inputs: what was read since the last write, [B, T, ...] each; all but the first may have one row for all.
+            states: the states by name, as declared.
+            output: the output [B, T, ...] for these inputs.
+
+        Returns:
+            The output to go on with. A layer whose states go elsewhere changes its graph, so that gradients come back.
+        """
+        self.is_padded |= "attention_mask" in inputs
+        self._store(states)
+        self.tokens_read += _length(inputs)
+        self.is_initialized = True
+        if self.record_past:
+            self._record(inputs)
+        return output
+
+    def parts(self, inputs: Inputs) -> list[Inputs]:
+        """Inputs [B, T, ...] in parts that a mixer reads one after the other.
+
+        With a recording, tokens that are too old to be undone later are a part of their own.
+        """
+        early = _length(inputs) - self.window if self.record_past else 0
+        if early <= 0:
+            return [inputs]
+        return [_tokens(inputs, slice(early)), _tokens(inputs, slice(early, None))]
+
+    def replay(self) -> Iterator[Inputs]:
+        """The inputs that stay after tokens were undone, which must be read and written again before others.
+
+        When they all are, the recording starts anew.
+        """
+        stretch = self.recorded[-1]
+        was_recording = self.record_past
+        self._stop_recording()
+        yield from stretch.inputs
+        if was_recording:
+            self.activate_past_recording()
+
+    def _record(self, inputs: Inputs) -> None:
+        last = self.recorded[-1]
+        B = len(next(iter(inputs.values())))
+        last.inputs.append(
+            {name: owned(x.detach().expand(B, *x.shape[1:])) for name, x in inputs.items()}
+        )
+        if last.length >= self.window:  # what came before is too old to be undone
+            self.recorded = [last, Stretch(self._copied())]
 
     @property
     def uniform_length(self) -> int | None:
@@ -212,7 +234,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Number of tokens seen so far."""
-        return self.tokens_read
+        return self.tokens_read + self.recorded[-1].length if self.is_behind else self.tokens_read
 
     def get_max_length(self) -> int:
         """-1: there is no maximum."""
@@ -220,7 +242,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the padding mask that covers the past and the query."""
-        return self.tokens_read + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def fill(self, states: States, tokens_read: int) -> None:
         """Set the states, and the number of tokens that led to them."""
@@ -269,7 +291,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """Undo the last tokens. When the mixer has replayed the remaining inputs, the recording starts anew.
+        """Undo the last tokens. When the inputs that stay are replayed, the recording starts anew.
 
         Args:
             tokens_to_remove: the number of tokens, as a negative number.
@@ -291,32 +313,20 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 self.activate_past_recording()
             return
         self.make_writable()
-        self.tokens_read += tokens_to_remove
+        length = self.get_seq_length() + tokens_to_remove
         while self.recorded[-1].length < -tokens_to_remove:
             tokens_to_remove += self.recorded.pop().length
         last = self.recorded[-1]
-        kept, last.inputs, inputs = last.length + tokens_to_remove, [], last.inputs
+        staying = last.length + tokens_to_remove
+        inputs = last.inputs
+        last.inputs = []
         for part in inputs:
-            if kept > last.length:
-                last.inputs.append(_tokens(part, slice(kept - last.length)))
+            if staying > last.length:
+                last.inputs.append(_tokens(part, slice(staying - last.length)))
         self._store(last.before)
         self.is_initialized = bool(last.before)
+        self.tokens_read += length - staying - self.tokens_read  # in place, if it is a tensor
         self.is_behind = True
-
-    @torch.no_grad()
-    def catch_up(self, mix: Mix) -> None:
-        """After tokens were undone, let the mixer read again, from earlier states, the inputs that `crop` has kept."""
-        if not self.is_behind:
-            return
-        states = self.read()
-        for inputs in self.recorded[-1].inputs:
-            _, states = mix(inputs, self._with_room(states, self.tokens_read))
-        self._store(states)
-        self.is_initialized = bool(states)
-        self.is_behind = False
-        self.recorded = []
-        if self.record_past:
-            self.activate_past_recording()
 
     def _copied(self) -> States:
         return {name: state.detach().clone() for name, state in self.read().items()}
@@ -337,7 +347,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def update(self, *args, **kwargs):
         """Not supported: a memory has states, not keys and values."""
-        raise RuntimeError("a memory layer has no keys and values; use advance()")
+        raise RuntimeError("a memory layer has no keys and values; use read() and write()")
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Nothing to allocate: a missing state means an empty memory."""
@@ -396,14 +406,14 @@ def _tokens(inputs: Inputs, tokens: slice) -> Inputs:
     return {name: x[:, tokens] for name, x in inputs.items()}
 
 
-def as_declared(states: States, spec: Spec, dtype: torch.dtype) -> States:
+def as_declared(states: States, before: States, spec: Spec, dtype: torch.dtype) -> States:
     """States in the dtypes that `spec` declares for a model of a dtype, which differ from those that autocast computes.
 
-    A model in float64 has float64 where float32 is declared.
+    A model in float64 has float64 where float32 is declared. States that are among those `before` have them already.
     """
     kept = {}
     for name, x in states.items():
-        if x.is_floating_point():
+        if x is not before.get(name) and x.is_floating_point():
             x = x.to(torch.promote_types(spec[name].dtype or dtype, dtype))
         kept[name] = x
     return kept

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,7 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from hf_memory.cache import Inputs, Spec, State, States, as_declared, flat, memory_layer, nested
+from hf_memory.cache import (
+    Inputs,
+    MemoryLayer,
+    Spec,
+    State,
+    States,
+    as_declared,
+    flat,
+    memory_layer,
+    nested,
+)
 from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
 from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
@@ -334,10 +343,26 @@ class MemoryMixer(Convertible, Projections):
         if layer is None:
             output, _ = self.mix_inputs(inputs, {}, cu_seqlens)
         else:
-            output = layer.advance(
-                inputs, partial(self.mix_inputs, cu_seqlens=cu_seqlens), self.spec
-            )
+            self.catch_up(layer)
+            parts = [self._advance(layer, part, cu_seqlens) for part in layer.parts(inputs)]
+            output = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return output.view(B, T, -1), None
+
+    def catch_up(self, layer: MemoryLayer) -> None:
+        """Read again, after tokens of a cache's layer were undone, the inputs that stay."""
+        if not layer.is_behind:
+            return
+        with torch.no_grad():
+            for inputs in layer.replay():
+                self._advance(layer, inputs)
+
+    def _advance(
+        self, layer: MemoryLayer, inputs: Inputs, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """The output [B, T, hidden_size] for inputs that follow those of a cache's layer, which gets the new states."""
+        before = layer.read(inputs, self.spec)
+        output, states = self.mix_inputs(inputs, before, cu_seqlens, layer.uniform_length)
+        return layer.write(inputs, states, output)
 
     def inputs(
         self,
@@ -366,12 +391,12 @@ class MemoryMixer(Convertible, Projections):
         uniform_length: int | None = None,
     ) -> tuple[Tensor, States]:
         """The same as `mix` for the tokens in their places, from inputs by name, as a cache records them."""
-        states = nested(states) if self.has_parts else states
-        hidden_states, context = self.in_context(inputs, states, cu_seqlens, uniform_length)
-        output, states = self.mix(hidden_states, context)
+        parts = nested(states) if self.has_parts else states
+        hidden_states, context = self.in_context(inputs, parts, cu_seqlens, uniform_length)
+        output, after = self.mix_after(hidden_states, context)
         output = output if context.order is None else context.in_their_places(output)
-        states = flat(states) if self.has_parts else states
-        return output, as_declared(states, self.spec, hidden_states.dtype)
+        after = flat(after) if self.has_parts else after
+        return output, as_declared(after, states, self.spec, hidden_states.dtype)
 
     def in_context(
         self,
@@ -393,9 +418,27 @@ class MemoryMixer(Convertible, Projections):
             return context.with_padding_last(inputs["hidden_states"])
         return inputs["hidden_states"], context
 
+    def mix_after(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The output [B, T, hidden_size] and the states, by `mix` or `mix_one`: here one token or many is decided."""
+        is_one = (
+            hidden_states.shape[1] == 1
+            and bool(context.states)
+            and context.attention_mask is None
+            and context.cu_seqlens is None
+            and not torch.is_grad_enabled()
+        )
+        return (self.mix_one if is_one else self.mix)(hidden_states, context)
+
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output [B, T, hidden_size], and the states after these tokens."""
+
+    def mix_one(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The same for one token of each row [B, 1, hidden_size] that follows others, without padding or gradients.
+
+        States may be changed in place. Mixers that gain nothing by it read one token as they read many.
+        """
+        return self.mix(hidden_states, context)
 
     def project(
         self, hidden_states: Tensor, context: Context

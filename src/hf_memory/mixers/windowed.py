@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
-from hf_memory.cache import Spec, State, States, memory_layer
-from hf_memory.cache_argument import takes_cache
+from hf_memory.cache import Spec, State, States
 from hf_memory.convertible import ObservedAttention
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import (
@@ -162,43 +160,20 @@ class WindowedMixer(MemoryMixer):
     def _parts_beside_window(self) -> list[nn.Module]:
         return [part for part in (self.far, self.sinks, self.virtual_token) if part is not None]
 
-    @takes_cache
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        cu_seqlens: Tensor | None = None,
-        step: int | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, None]:
-        """See `MemoryMixer.forward`. One token after others goes straight to `step`: on a CPU the calls between cost
-        as much as attention."""
-        is_step = self.reads_step and hidden_states.shape[1] == 1 and not torch.is_grad_enabled()
-        if is_step and cache is not None and attention_mask is None and cu_seqlens is None:
-            layer = memory_layer(cache, self.layer_idx if step is None else step)
-            if layer.is_initialized and not layer.record_past and not layer.is_behind:
-                positions = None if position_embeddings is None else Positions(*position_embeddings)
-                layer.spec = self.spec
-                output = self.step(hidden_states, positions, layer.states, layer.uniform_length)
-                layer.tokens_read += 1
-                return output, None
-        where = position_embeddings, attention_mask, cache, cu_seqlens, step
-        return super().forward(hidden_states, *where, **kwargs)
-
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `tokens_read` [B]; `keys` and `values`, those of a `Ring`; those of the memory, with
         `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels], also in a ring, for the writes of
         tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
         heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
-        reads_step = self.reads_step and context.attended is None and not torch.is_grad_enabled()
-        if reads_step and context.is_step(hidden_states):
-            return self.step(
-                hidden_states, context.positions, context.states, context.uniform_length
-            ), context.states
         o, states = self.attend(hidden_states, *self.project_heads(hidden_states, None), context)
         return self.o_proj(o.flatten(2)), states
+
+    def mix_one(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """See `MemoryMixer.mix_one`."""
+        if not self.reads_step or context.attended is not None:
+            return self.mix(hidden_states, context)
+        where = context.positions, context.states, context.uniform_length
+        return self.step(hidden_states, *where), context.states
 
     def step(
         self,

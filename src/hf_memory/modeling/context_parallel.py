@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_memory.cache import Inputs, MemoryLayer, Mix, Spec, States
+from hf_memory.cache import Inputs, MemoryLayer, Spec, States
 from hf_memory.cache_argument import named_cache
 from hf_memory.modeling.chunks import check_divisible
 
@@ -177,14 +177,23 @@ class _Memory(MemoryLayer):
         super().__init__()
         self.link = link
         self.tokens_read = before
+        self.received: States | None = None  # until the first write
 
-    def advance(self, inputs: Inputs, mix: Mix, spec: Spec) -> Tensor:
-        """See `MemoryLayer.advance`; states come and go when this process reads its first tokens."""
-        if self.is_initialized:
-            return super().advance(inputs, mix, spec)
-        if received := self.link.receive(next(iter(inputs.values())).device):
-            self.fill(received, self.tokens_read)
-        output = super().advance(inputs, mix, spec)
+    def read(self, inputs: Inputs | None = None, spec: Spec | None = None) -> States:
+        """See `MemoryLayer.read`; states come from the process before when this one reads its first tokens."""
+        if inputs is not None and not self.is_initialized:
+            self.received = self.link.receive(next(iter(inputs.values())).device)
+            if self.received:
+                self.fill(self.received, self.tokens_read)
+        return super().read(inputs, spec)
+
+    def write(self, inputs: Inputs, states: States, output: Tensor) -> Tensor:
+        """See `MemoryLayer.write`; states go to the process after when this one has read its first tokens."""
+        output = super().write(inputs, states, output)
+        if self.received is None:
+            return output
+        received = self.received
+        self.received = None
         return self.link.send((output,), received, self.states)[0]
 
 

@@ -174,7 +174,7 @@ class Pages:
             context = Context(
                 positions, None, None, states, uniform_length=step.uniform_length, attended=full
             )
-            mixed, states = self.mixer.mix(step.of(hidden_states[0]), context)
+            mixed, states = self.mixer.mix_after(step.of(hidden_states[0]), context)
             self._save(step.rows, flat(states))
             output[step.tokens] = mixed
         return output[None]
