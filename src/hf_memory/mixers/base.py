@@ -87,11 +87,11 @@ class Context(NamedTuple):
         """[B], the number of tokens that are not padding; None if there is no padding."""
         return None if self.attention_mask is None else self.attention_mask.sum(1)
 
-    def options(self, backend: str, state: str = "memory") -> dict[str, Any]:
-        """Arguments of an op that reads these tokens after the state of this name, and returns the state after them."""
+    def options(self, backend: str, initial_state: Any) -> dict[str, Any]:
+        """Arguments of an op that reads these tokens after a state, None if nothing was read, and returns the next."""
         return {
             "mask": self.attention_mask,
-            "initial_state": self.states.get(state),
+            "initial_state": initial_state,
             "output_final_state": True,
             "cu_seqlens": self.cu_seqlens,
             "backend": backend,

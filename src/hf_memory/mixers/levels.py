@@ -81,18 +81,21 @@ class Levels:
     ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and the memory after the tokens; `erase` are arguments a and b of the delta rule."""
         q, k, v, g, beta = written
-        options = {**context.options(self.config.mixer_backend), "scale": scale}
-        memory = options["initial_state"]
+        memory = context.states.get("memory")
+        backend = self.config.mixer_backend
         if self.config.levels == "log":
+            past = None
+            (levels,) = self.spec["memory"].places(q.shape[1])
             if memory is not None:
-                options["initial_state"] = LogLinearState(memory, context.states["tokens_read"])
-            (levels,) = (
-                self.spec["memory"].places(q.shape[1]) if memory is None else memory.shape[1:2]
-            )
+                past = LogLinearState(memory, context.states["tokens_read"])
+                levels = memory.shape[1]
             weights = self.level_weights(hidden_states)[..., : levels + 1]
-            o, after = log_linear_attention(q, k, v, weights, beta, g, **erase, **options)
+            options = context.options(backend, past)
+            o, after = log_linear_attention(
+                q, k, v, weights, beta, g, scale=scale, **erase, **options
+            )
             return o, {"memory": after.levels, "tokens_read": after.tokens_read}
-        options["in_place"] = True
+        options = {**context.options(backend, memory), "scale": scale, "in_place": True}
         if beta is None:
             o, memory = linear_attention(q, k, v, g, **options)
         else:

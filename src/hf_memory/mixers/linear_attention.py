@@ -43,7 +43,7 @@ class LinearAttentionMixer(MemoryMixer):
             g,
             normalize=self.config.normalize,
             in_place=True,
-            **context.options(self.config.mixer_backend) | {"initial_state": past},
+            **context.options(self.config.mixer_backend, past),
         )
         if self.config.output_norm:
             o = self.o_norm(o)

@@ -38,7 +38,7 @@ class MambaMixer(MemoryMixer):
         steps, rate = self.decay(x)
         q, k, v = self.split_heads(self.q_proj(x), self.k_proj(x), (steps * x).to(x.dtype))
         q, k = self.normalize_and_rotate(q, k, context.positions)
-        options = context.options(self.config.mixer_backend)
+        options = context.options(self.config.mixer_backend, context.states.get("memory"))
         o, new_states["memory"] = selective_scan(q, k, v, -steps[:, :, None], rate, **options)
         y = o.flatten(-2) + self.D.to(x.dtype) * x
         return self.o_proj(y * F.silu(self.g_proj(hidden_states))), new_states

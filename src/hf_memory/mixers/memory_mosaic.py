@@ -109,7 +109,7 @@ class LeakyAverage(nn.Module):
             x,
             -upcast(self.rate).abs().expand(x.shape[:3]),
             scale=1.0,
-            **context.options(self.config.mixer_backend, name),
+            **context.options(self.config.mixer_backend, context.states.get(name)),
         )
         return unit_length(n) * self.scale.exp()[:, None].to(x.dtype), state
 

@@ -185,9 +185,7 @@ class NeuralMemoryMixer(MemoryMixer):
     ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and states of the memory, given the arguments from `learning`."""
         config = self.config
-        options = context.options(config.mixer_backend) | {
-            "initial_state": context.past(NeuralMemoryState)
-        }
+        options = context.options(config.mixer_backend, context.past(NeuralMemoryState))
         o, state = neural_memory(
             q,
             k,

@@ -147,7 +147,7 @@ class Rwkv7Mixer(MemoryMixer):
             b,
             scale=1.0,
             in_place=True,
-            **context.options(self.config.mixer_backend),
+            **context.options(self.config.mixer_backend, context.states.get("memory")),
         )
         share_of_value = (r * self.by_head(self.r_k) * k).sum(-1, keepdim=True)
         o = torch.addcmul(self.by_head(self.o_norm(o)), share_of_value, v).flatten(-2)

@@ -173,7 +173,7 @@ class PreconditionedMixer(DeltaNetMixer):
             k.square(),
             self.key_decay(hidden_states)[0],
             scale=1.0,
-            **context.options(self.config.mixer_backend, "key_squares"),
+            **context.options(self.config.mixer_backend, context.states.get("key_squares")),
         )
         excess = F.softsign((upcast(squares) + 1e-6).log() - upcast(self.center)[:, None])
         writes = (k * (-math.log(1.5) * excess).exp()).to(k.dtype)

@@ -64,9 +64,7 @@ class LargeChunkMixer(NeuralMemoryMixer):
         self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context
     ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and states of the memory."""
-        options = context.options(self.config.mixer_backend) | {
-            "initial_state": context.past(LargeChunkState)
-        }
+        options = context.options(self.config.mixer_backend, context.past(LargeChunkState))
         o, state = large_chunk_memory(
             q,
             k,

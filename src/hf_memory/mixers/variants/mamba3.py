@@ -75,7 +75,7 @@ class Mamba3Mixer(MemoryMixer):
             g,
             scale=1.0,
             in_place=True,
-            **(context.options(self.config.mixer_backend) | {"initial_state": memory}),
+            **context.options(self.config.mixer_backend, memory),
         )
         unseen = next_c * (upcast(q) * upcast(k)).sum(-1)
         o = (o + (upcast(self.D) - unseen)[..., None].to(x.dtype) * x).flatten(-2)

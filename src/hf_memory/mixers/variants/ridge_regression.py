@@ -46,8 +46,8 @@ class MesaMixer(MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `key_products` [N, HV, K, K], `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        options = context.options(self.config.mixer_backend) | self.gates(hidden_states)
-        options["initial_state"] = context.past(RidgeState)
+        options = context.options(self.config.mixer_backend, context.past(RidgeState))
+        options |= self.gates(hidden_states)
         o, state = ridge_regression(unit_length(q), unit_length(k), v, **options)
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | state._asdict()
 
