@@ -41,12 +41,12 @@ from hf_memory.conversion.stages.divergence import divergence, last_hidden_state
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students import SERVABLE, STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
-from hf_memory.decoding.parts import head
 from hf_memory.evaluation import OF_CARD, Subject, agreement, evaluate, lengths_beyond
 from hf_memory.files.fingerprints import tokens_fingerprint
 from hf_memory.files.folders import check_output
 from hf_memory.files.text import start_of
 from hf_memory.modeling import delta_net, gated_linear_attention
+from hf_memory.modeling.any_model import head
 from teachers import (
     BOTH_STAGES,
     SCHEDULE,

@@ -14,7 +14,7 @@ from hf_memory.cli import options
 from hf_memory.cli.command import ADVANCED, LONG, WHAT, WHERE
 from hf_memory.cli.run_file import Flags, read_schedule
 from hf_memory.cli.terminal import print_table
-from hf_memory.cli.work import Asked, Job, Made, carry_out, device
+from hf_memory.cli.work import Prepared, Request, Trained, carry_out, device
 from hf_memory.conversion import Conversion, Recipe, Run, Schedule
 from hf_memory.evaluation.tasks import QUALITY, Found
 
@@ -165,53 +165,68 @@ def convert(
     recipe = student.recipe()
     goal = None if student.goal is None else options.read_goal(student.goal, recipe)
     flags = Flags.of(context, output=folder)
-    asked = Asked(teacher, recipe, run, text, folder, flags, training, student.servable)
-    asked = asked._replace(scored_by=student.scored_by, goal=goal)
+    request = Request(teacher, recipe, run, text, folder, flags, training, student.servable)
+    request = request._replace(scored_by=student.scored_by, goal=goal)
     if output is None:
         options.say_output(folder)
-    carry_out(asked, _convert)
+    carry_out(request, _convert)
 
 
-def _convert(job: Job) -> Made | None:
+def _convert(prepared: Prepared) -> Trained | None:
     """The student and its measurements; None in all processes except the first."""
-    model = conversion.load_teacher(job.asked.model)
+    model = conversion.load_teacher(prepared.request.model)
     processes = conversion.processes()  # from here on, each process has its own device
     place = device()
-    bits = job.plan.recipe.teacher_bits
-    name = job.asked.scored_by or job.asked.model  # of the model that the student is distilled from
+    bits = prepared.plan.recipe.teacher_bits
+    name = (
+        prepared.request.scored_by or prepared.request.model
+    )  # of the model that the student is distilled from
     learnt = None if bits is None else conversion.load_quantized(name, bits, place)
     quantized, scorer = (
         (learnt, None)
-        if job.plan.scorer is None
+        if prepared.plan.scorer is None
         else (None, learnt or conversion.load_teacher(name))
     )
     model.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
     if scorer is not None:
         scorer.resize_token_embeddings(model.config.vocab_size)  # without what pads its vocabulary
         scorer.to(place)  # type: ignore[arg-type]
-    made = conversion.convert(
-        model, job.tokens, job.plan, job.asked.run, quantized=quantized, scorer=scorer
+    converted = conversion.convert(
+        model,
+        prepared.tokens,
+        prepared.plan,
+        prepared.request.run,
+        quantized=quantized,
+        scorer=scorer,
     )
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None
-    if heads := made.plan.chosen:
-        title = f"key-value heads that keep everything, by their {conversion.HEAD_SCORES[made.plan.keep.ranking]}"
+    if heads := converted.plan.chosen:
+        title = f"key-value heads that keep everything, by their {conversion.HEAD_SCORES[converted.plan.keep.ranking]}"
         print_table([(f"{x.layer}/{x.head}", f"{x.score:.3f}") for x in heads], HEADS, title=title)
-    return Made(made.student, made.plan, made.losses, partial(_rows, job, made, model, quantized))
+    return Trained(
+        converted.student,
+        converted.plan,
+        converted.losses,
+        partial(_rows, prepared, converted, model, quantized),
+    )
 
 
 def _rows(
-    job: Job, made: Conversion, teacher: PreTrainedModel, quantized: PreTrainedModel | None
+    prepared: Prepared,
+    converted: Conversion,
+    teacher: PreTrainedModel,
+    quantized: PreTrainedModel | None,
 ) -> Iterator[tuple[str, Found]]:
     """The measurements of the teacher, and of the student before and after its training."""
-    measure = partial(job.measure, keep=job.keep)
-    yield "teacher", measure("teacher", teacher.to(made.student.device))  # type: ignore[arg-type]
-    after = measure("student", made.student, teacher)
-    if made.plan.stages:
-        made.student.cpu()
+    measure = partial(prepared.measure, keep=prepared.save_record)
+    yield "teacher", measure("teacher", teacher.to(converted.student.device))  # type: ignore[arg-type]
+    after = measure("student", converted.student, teacher)
+    if converted.plan.stages:
+        converted.student.cpu()
         before, _ = conversion.untrained_student(
-            teacher, job.tokens, made.plan, quantized=quantized
+            teacher, prepared.tokens, converted.plan, quantized=quantized
         )
         found = measure("before training", before, teacher, tasks=QUALITY)
         yield "before training", found | {"speed": after["speed"]}

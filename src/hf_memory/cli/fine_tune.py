@@ -13,7 +13,7 @@ from hf_memory import conversion
 from hf_memory.cli import options
 from hf_memory.cli.command import LONG, WHAT, WHERE
 from hf_memory.cli.run_file import Flags
-from hf_memory.cli.work import Asked, Job, Made, carry_out, device
+from hf_memory.cli.work import Prepared, Request, Trained, carry_out, device
 from hf_memory.conversion import FINE_TUNING, Recipe, Run, Schedule
 from hf_memory.evaluation import ITEMS
 from hf_memory.evaluation.tasks import Found
@@ -80,32 +80,36 @@ def fine_tune(
         None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=rank, seed=seed
     )
     run = Run(training.checkpoints, training=options.read_pairs(training.training))
-    asked = Asked(model, recipe, run, text, trained, Flags.of(context, output=trained), training)
+    request = Request(
+        model, recipe, run, text, trained, Flags.of(context, output=trained), training
+    )
     if output is None:
         options.say_output(trained)
     with tempfile.TemporaryDirectory() as folder:
-        carry_out(asked, partial(_fine_tune, adapter=Path(folder) if rank else None))
+        carry_out(request, partial(_fine_tune, adapter=Path(folder) if rank else None))
 
 
-def _fine_tune(job: Job, adapter: Path | None) -> Made | None:
+def _fine_tune(prepared: Prepared, adapter: Path | None) -> Trained | None:
     """The trained model, and measurements before and after; None in all processes except the first."""
-    student = conversion.load_teacher(job.asked.model)
+    student = conversion.load_teacher(prepared.request.model)
     processes = conversion.processes()
     student.to(device())  # type: ignore[arg-type]
-    before = {"before": job.measure("before", student)} if processes.is_main_process else {}
-    (stage,) = job.plan.stages
+    before = {"before": prepared.measure("before", student)} if processes.is_main_process else {}
+    (stage,) = prepared.plan.stages
     how: dict = {
         "lora_rank": stage.lora_rank,
         "adapter": adapter,
         "seed": stage.seed,
-        "run": job.asked.run,
+        "run": prepared.request.run,
     }
-    losses = conversion.fine_tune(student, job.tokens, stage.schedule, **how)
+    losses = conversion.fine_tune(student, prepared.tokens, stage.schedule, **how)
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None
 
     def measure() -> Iterable[tuple[str, Found]]:
-        return (before | {"after": job.measure("after", student, keep=job.keep)}).items()
+        return (
+            before | {"after": prepared.measure("after", student, keep=prepared.save_record)}
+        ).items()
 
-    return Made(student, job.plan, {FINE_TUNING: losses}, measure, adapter)
+    return Trained(student, prepared.plan, {FINE_TUNING: losses}, measure, adapter)

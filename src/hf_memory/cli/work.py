@@ -1,4 +1,4 @@
-"""What convert and fine-tune share: check what was asked for, read the text, write the new model, and measure it."""
+"""What convert and fine-tune share: check a request, read the text, write the new model, and measure it."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ MAXIMUM = 2**18  # largest number of held-out tokens
 TOKENS = "tokens"  # folder beside checkpoints
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What convert or fine-tune is asked for."""
 
     model: str  # folder, Hub name or GGUF file of the model to start from
@@ -50,10 +50,10 @@ class Asked(NamedTuple):
     goal: float | None = None  # largest KL of a student before training, which decides what is kept
 
 
-class Job(NamedTuple):
-    """What was asked for after it was checked, with all that it needs except the model."""
+class Prepared(NamedTuple):
+    """A request that was checked, with all that it needs except the model."""
 
-    asked: Asked
+    request: Request
     plan: Plan
     tokenizer: Any
     tokens: Text  # the training text
@@ -68,7 +68,7 @@ class Job(NamedTuple):
             self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}"
         )
         first = next(iter(self.known["models"].values()))["found"]
-        flags = self.asked.training
+        flags = self.request.training
         subject = Subject(
             model,
             self.held_out,
@@ -83,16 +83,16 @@ class Job(NamedTuple):
             "tasks": OF_CARD,
             "found": found,
             "name": name,
-            "report": self.asked.run.report,
+            "report": self.request.run.report,
         }
         return evaluate(subject, **given | how)
 
-    def keep(self) -> None:
+    def save_record(self) -> None:
         """Keep what was measured in the output, so that a stopped call need not measure it again."""
-        record.keep(self.asked.output, self.known)
+        record.keep(self.request.output, self.known)
 
 
-class Made(NamedTuple):
+class Trained(NamedTuple):
     """A new model, and how it is measured once it is saved."""
 
     model: PreTrainedModel
@@ -102,52 +102,54 @@ class Made(NamedTuple):
     adapter: Path | None = None  # folder of LoRA weights
 
 
-def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
+def carry_out(request: Request, make: Callable[[Prepared], Trained | None]) -> None:
     """Make, write and measure a model, and print the results; or print the plan of a dry run.
 
     Args:
-        asked: what is asked for.
+        request: what is asked for.
         make: makes the model; returns None in all processes except the first.
     """
     with (
-        nullcontext() if asked.training.dry_run or not IS_FIRST else claimed(asked.output),
-        _resumable(asked),
+        nullcontext() if request.training.dry_run or not IS_FIRST else claimed(request.output),
+        _resumable(request),
     ):
         with signs_of_life() as report:
-            job = _prepare(asked._replace(run=replace(asked.run, report=report)))
-            made = None if asked.training.dry_run else make(job)
-            results = None if made is None else _saved_and_measured(job, made)
-        if asked.training.dry_run:
-            _show_plan(job)
+            prepared = _prepare(request._replace(run=replace(request.run, report=report)))
+            trained = None if request.training.dry_run else make(prepared)
+            results = None if trained is None else _saved_and_measured(prepared, trained)
+        if request.training.dry_run:
+            _show_plan(prepared)
         if results is None:
             return
-        conversion.add_results(asked.output, results)
-        (asked.output / record.FILE).unlink(missing_ok=True)
+        conversion.add_results(request.output, results)
+        (request.output / record.FILE).unlink(missing_ok=True)
         print_results(results)
-        console.print(how_to_load(asked.output), soft_wrap=True)
+        console.print(how_to_load(request.output), soft_wrap=True)
 
 
-def _show_plan(job: Job) -> None:
+def _show_plan(prepared: Prepared) -> None:
     """Print the plan; the process ends with an error if it does not fit on the device that is asked about."""
-    rows = conversion.plan_rows(job.plan)
-    training = job.asked.run.training
-    on = job.asked.training.gpu
-    print_table(rows + (device_rows(job.plan, training, on) if on else []), title="plan")
-    if on and not fits(job.plan, training, on):
-        print_table(advice_rows(job.plan, training, on), title=f"what fits on {on}, in this order")
+    rows = conversion.plan_rows(prepared.plan)
+    training = prepared.request.run.training
+    on = prepared.request.training.gpu
+    print_table(rows + (device_rows(prepared.plan, training, on) if on else []), title="plan")
+    if on and not fits(prepared.plan, training, on):
+        print_table(
+            advice_rows(prepared.plan, training, on), title=f"what fits on {on}, in this order"
+        )
         raise ValueError(
             f"the plan must fit into the memory of {on}, got one that does not: see the table above"
         )
 
 
 @contextmanager
-def _resumable(asked: Asked) -> Iterator[None]:
+def _resumable(request: Request) -> Iterator[None]:
     """A context that says how to go on after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
-        if not asked.training.dry_run:
-            errors.print(f"Stopped: {how_to_resume(asked.run.checkpoints)}.", soft_wrap=True)
+        if not request.training.dry_run:
+            errors.print(f"Stopped: {how_to_resume(request.run.checkpoints)}.", soft_wrap=True)
         raise
 
 
@@ -158,71 +160,75 @@ def how_to_resume(checkpoints: Path | None) -> str:
     return f"the same command resumes from {checkpoints}"
 
 
-def _prepare(asked: Asked) -> Job:
-    """Check what is asked for, and read the text."""
-    recipe = asked.recipe
-    run = asked.run
-    output = asked.output
-    if (on := asked.training.gpu) and not (read_device(on) and asked.training.dry_run):
+def _prepare(request: Request) -> Prepared:
+    """Check a request, and read the text."""
+    recipe = request.recipe
+    run = request.run
+    output = request.output
+    if (on := request.training.gpu) and not (read_device(on) and request.training.dry_run):
         raise ValueError(f"gpu must be given with dry_run only, got {on}")
-    if recipe.teacher_bits and conversion.find_gguf(found(asked.scored_by or asked.model)):
+    if recipe.teacher_bits and conversion.find_gguf(found(request.scored_by or request.model)):
         raise ValueError(
             f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}"
         )
-    config = conversion.load_config(found(asked.model))
+    config = conversion.load_config(found(request.model))
     longest = max(x.length for x in recipe.schedules.values())
     empty = torch.zeros(longest, dtype=torch.long)  # instead of the text
-    scorer = None if asked.scored_by is None else _scorer(asked.scored_by, asked.model, config)
+    scorer = (
+        None if request.scored_by is None else _scorer(request.scored_by, request.model, config)
+    )
     validates = "eval_steps" in run.training
     plan = conversion.resolve(recipe, config, empty, scorer)
-    if resumed := asked.flags.are_unfinished(output, plan):
-        asked = asked._replace(
-            training=replace(asked.training, overwrite=True)
+    if resumed := request.flags.are_unfinished(output, plan):
+        request = request._replace(
+            training=replace(request.training, overwrite=True)
         )  # the result of this very command
-    if not asked.training.dry_run:  # which may be on another machine
+    if not request.training.dry_run:  # which may be on another machine
         check_bitsandbytes(recipe.teacher_bits)
     checked = replace(run, validation=empty if validates else None)
-    conversion.check_run(plan, checked, output=output, overwrite=asked.training.overwrite)
-    if asked.servable:
+    conversion.check_run(plan, checked, output=output, overwrite=request.training.overwrite)
+    if request.servable:
         find_target(plan.student)  # type: ignore[arg-type]
     tokenizer = conversion.load_tokenizer(
-        asked.model
+        request.model
     )  # after the checks, since reading a text may take long
-    tokens, held_out = split(_read(asked, tokenizer))
+    tokens, held_out = split(_read(request, tokenizer))
     if validates:
         tokens, validation = split(tokens)
         run = replace(run, validation=validation)
-        asked = asked._replace(run=run)
-    if asked.goal is not None:
-        recipe = _smallest(asked, asked.goal, tokens)
-        asked = asked._replace(recipe=recipe)
+        request = request._replace(run=run)
+    if request.goal is not None:
+        recipe = _smallest(request, request.goal, tokens)
+        request = request._replace(recipe=recipe)
     plan = conversion.resolve(recipe, config, tokens, scorer)
-    if not asked.training.dry_run:  # which may be on another machine
+    if not request.training.dry_run:  # which may be on another machine
         conversion.check_space(plan, run, output=output)
     known = record.open_record(output, {}) if resumed else {"settings": {}, "models": {}}
-    return Job(asked, plan, tokenizer, tokens, held_out, known)
+    return Prepared(request, plan, tokenizer, tokens, held_out, known)
 
 
-def _read(asked: Asked, tokenizer) -> Text:
+def _read(request: Request, tokenizer) -> Text:
     """The text, whose tokens are kept beside the checkpoints if there are any."""
-    (texts, weights), checkpoints = read_weights(asked.text), asked.run.checkpoints
-    sources = [_written(source, asked, tokenizer) for source in texts]
+    (texts, weights), checkpoints = read_weights(request.text), request.run.checkpoints
+    sources = [_written(source, request, tokenizer) for source in texts]
     how: dict = {
-        "limit": asked.training.max_tokens,
-        "assistant_only": asked.training.assistant_only_loss,
+        "limit": request.training.max_tokens,
+        "assistant_only": request.training.assistant_only_loss,
     }
-    how |= {"weights": weights, "report": asked.run.report}
-    if checkpoints is None or asked.training.dry_run:
+    how |= {"weights": weights, "report": request.run.report}
+    if checkpoints is None or request.training.dry_run:
         return conversion.read_tokens(sources, tokenizer, **how)
     with conversion.processes().main_process_first():
         return conversion.read_tokens(sources, tokenizer, cache=checkpoints / TOKENS, **how)
 
 
-def _smallest(asked: Asked, kl: float, tokens: Text) -> Recipe:
+def _smallest(request: Request, kl: float, tokens: Text) -> Recipe:
     """The recipe of the smallest student that reaches the goal, after a table of those that were measured."""
     conversion.processes()
-    teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
-    tried = conversion.smallest_student(asked.recipe, kl, teacher, tokens, report=asked.run.report)
+    teacher = conversion.load_teacher(request.model).to(device())  # type: ignore[arg-type]
+    tried = conversion.smallest_student(
+        request.recipe, kl, teacher, tokens, report=request.run.report
+    )
     rows = [
         (
             str(recipe.keep).partition(":")[2],
@@ -254,48 +260,48 @@ def _scorer(name: str, teacher_name: str, teacher: PreTrainedConfig) -> PreTrain
     return scorer
 
 
-def _written(source: str, asked: Asked, tokenizer) -> str:
+def _written(source: str, request: Request, tokenizer) -> str:
     """A source of text; for teacher:... the file of generated text beside the output."""
     wanted = parse_source(source)
     if wanted is None:
         return source
-    if asked.training.dry_run:
+    if request.training.dry_run:
         raise ValueError(
             f"text must exist for a dry run, got {source}, which the teacher would have to generate"
         )
-    folder, (num_tokens, prompts) = asked.output.with_name(f"{asked.output.name}-text"), wanted
-    teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
-    how: dict = {"prompts": prompts, "seed": asked.recipe.seed, "report": asked.run.report}
+    folder, (num_tokens, prompts) = request.output.with_name(f"{request.output.name}-text"), wanted
+    teacher = conversion.load_teacher(request.model).to(device())  # type: ignore[arg-type]
+    how: dict = {"prompts": prompts, "seed": request.recipe.seed, "report": request.run.report}
     with conversion.processes().main_process_first():
         return str(write_text(folder, teacher, tokenizer, num_tokens, **how))
 
 
-def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
+def _saved_and_measured(prepared: Prepared, trained: Trained) -> conversion.Results:
     """Write a model with its run file, then measure it, which may take long."""
-    asked = job.asked
-    checkpoints = job.asked.run.checkpoints
+    request = prepared.request
+    checkpoints = request.run.checkpoints
     goes_on = how_to_resume(checkpoints)
     with (
-        written("result", asked.output, f"what was there is unchanged, and {goes_on}"),
-        conversion.new_folder(asked.output, overwrite=asked.training.overwrite) as folder,
+        written("result", request.output, f"what was there is unchanged, and {goes_on}"),
+        conversion.new_folder(request.output, overwrite=request.training.overwrite) as folder,
     ):
-        conversion.write_model(folder, made.model, job.tokenizer)
-        if made.adapter is not None:
-            shutil.copytree(made.adapter, folder / "adapter")
-        asked.flags.write(folder, made.plan)
-    rows = dict(made.measure())
-    file = conversion.find_gguf(asked.model)
+        conversion.write_model(folder, trained.model, prepared.tokenizer)
+        if trained.adapter is not None:
+            shutil.copytree(trained.adapter, folder / "adapter")
+        request.flags.write(folder, trained.plan)
+    rows = dict(trained.measure())
+    file = conversion.find_gguf(request.model)
     names = {
-        "teacher": asked.model if file is None else file.name,
+        "teacher": request.model if file is None else file.name,
         "text": ", ".join(
-            Path(x).name if Path(x).exists() else x for x in read_weights(asked.text)[0]
+            Path(x).name if Path(x).exists() else x for x in read_weights(request.text)[0]
         ),
     }
     results = conversion.results_of(
-        made.plan, made.losses, rows, **names, training=asked.run.training
+        trained.plan, trained.losses, rows, **names, training=request.run.training
     )
     if file:
-        weights = made.plan.teacher_parameters or made.plan.student_parameters
+        weights = trained.plan.teacher_parameters or trained.plan.student_parameters
         results.recipe["teacher_weights"] = conversion.describe_weights(file, weights)
     return results
 

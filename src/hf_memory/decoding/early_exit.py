@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_memory.cache_argument import cache_name, cache_of
-from hf_memory.decoding.parts import Attached, decoder_layers, feed_forward, head, last_norm
+from hf_memory.decoding.parts import Attached, decoder_layers, feed_forward, last_norm
 from hf_memory.mixers.base import MemoryMixer
+from hf_memory.modeling.any_model import head
 from hf_memory.modeling.checks import check
 
 CONFIDENCES = ("softmax", "cosine")

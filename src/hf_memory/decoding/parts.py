@@ -2,10 +2,8 @@
 
 from contextlib import ExitStack
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-
-from hf_memory.ops.soft_cap import soft_capped
 
 FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1")
 LAST_NORMS = ("norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "embedding_norm")
@@ -58,11 +56,3 @@ def last_norm(model: PreTrainedModel) -> nn.Module:
             f"model must have a final norm named {', '.join(LAST_NORMS)}, got {type(model).__name__}"
         )
     return outside[-1]
-
-
-def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
-    """Logits [..., V] of the last hidden states [..., hidden_size] of a model, after its final norm."""
-    config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(hidden_states) / getattr(config, "logits_scaling", 1)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return soft_capped(logits, cap)

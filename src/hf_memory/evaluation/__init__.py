@@ -6,7 +6,6 @@ from hf_memory.evaluation.efficiency import (
     cache_bytes_after,
     cost,
     kv_cache_bytes,
-    layer_types,
 )
 from hf_memory.evaluation.estimates import Estimate
 from hf_memory.evaluation.language import (
@@ -30,6 +29,7 @@ from hf_memory.evaluation.tasks import (
     longest_window,
 )
 from hf_memory.evaluation.writing import PROMPTS
+from hf_memory.modeling.any_model import layer_types
 
 __all__ = [
     "ITEMS",

@@ -12,6 +12,7 @@ from hf_memory.cache import state_bytes
 from hf_memory.cache_argument import cache_name
 from hf_memory.evaluation.counts import check_counts
 from hf_memory.evaluation.estimates import Estimate, best
+from hf_memory.modeling.any_model import head_dim, layer_types
 from hf_memory.modeling.configuration import MemoryConfig
 
 LONG = 2048  # number of tokens beyond which speed is measured once
@@ -113,13 +114,6 @@ def bytes_per_token(config: PreTrainedConfig) -> int:
     return cache_bytes(config, FAR + 1) - cache_bytes(config, FAR)
 
 
-def layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of each layer; if the config has no layer types, all layers have the same attention."""
-    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    given = getattr(config, "layer_types", None)
-    return list(given or [kind] * config.num_hidden_layers)
-
-
 def _dtype(config: PreTrainedConfig) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
@@ -133,8 +127,3 @@ def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     """Bytes of the keys and values of `num_tokens` tokens if all layers of this config had full attention."""
     check_counts(num_tokens=num_tokens)
     return config.num_hidden_layers * num_tokens * _token_bytes(config)
-
-
-def head_dim(config: PreTrainedConfig) -> int:
-    """Channels of an attention head; not every config has a field for it."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -7,31 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.modeling.any_model import COMMON_FIELDS
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
 Weights = Mapping[str, Tensor]
-SAME = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "initializer_range",
-)
-SAME += (
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "dtype",
-)
 NEVER = -30.0  # A_log and dt_bias of a memory without decay: e^-30 softplus(-30) is 1e-26
 
 
 def shared_options(config: MemoryConfig) -> dict:
     """Arguments that have the same names in all targets."""
-    return {name: getattr(config, name) for name in SAME}
+    return {name: getattr(config, name) for name in COMMON_FIELDS}
 
 
 def delta_options(config: DeltaNetConfig) -> dict:

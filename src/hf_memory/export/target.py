@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hf_memory.export.parts import SAME, Weights, kept_layers
+from hf_memory.export.parts import Weights, kept_layers
+from hf_memory.modeling.any_model import COMMON_FIELDS
 from hf_memory.modeling.configuration import MemoryConfig
 
 FIELDS_OF_ALL_MODELS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
@@ -34,7 +35,9 @@ FREE += (
 )
 FREE += ("linear_conv_kernel_dim", "memory_qk_norm", "output_gate_low_rank_dim", "output_norm_eps")
 FREE += ("use_cache", "mixer_backend", "sliding_window")  # no accepted layer type uses the last
-ANY = dict.fromkeys((*SAME, *FREE)) | {"memory_rope": (False,)}  # what every target accepts
+ANY = dict.fromkeys((*COMMON_FIELDS, *FREE)) | {
+    "memory_rope": (False,)
+}  # what every target accepts
 EACH_LAYER = (
     "full_attention_heads",
     "num_kept_tokens",

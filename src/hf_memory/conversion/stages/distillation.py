@@ -21,8 +21,8 @@ from hf_memory.conversion.stages.divergence import (
 from hf_memory.conversion.stages.fine_tuning import trained
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import TRAINING, StageTrainer, run_trainer
-from hf_memory.decoding.parts import head
 from hf_memory.files.text import Text
+from hf_memory.modeling.any_model import head
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import History
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.sharding import is_sharded
-from hf_memory.decoding.parts import head
 from hf_memory.layers import upcast
+from hf_memory.modeling.any_model import head
 
 SLICE = 2**24
 BLOCK = (

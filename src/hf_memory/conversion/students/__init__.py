@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_memory.cache import LAYER_TYPES
 from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.teachers import shared_options
-from hf_memory.evaluation import layer_types
 from hf_memory.files.names import nearest
 from hf_memory.modeling import FAMILIES, Family
+from hf_memory.modeling.any_model import layer_types
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.divergence import divergence
-from hf_memory.decoding.parts import head
 from hf_memory.evaluation.shares import mixers_with_memory
 from hf_memory.files.text import Text
+from hf_memory.modeling.any_model import head
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
 

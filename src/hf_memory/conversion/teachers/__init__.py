@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hf_memory.evaluation.efficiency import head_dim
-from hf_memory.export.parts import SAME
+from hf_memory.modeling.any_model import COMMON_FIELDS, head_dim
 
-SHARED: tuple[str, ...] = (*SAME, "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SHARED: tuple[str, ...] = (
+    *COMMON_FIELDS,
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 SHARED += ("hidden_act", "rope_parameters", "attention_dropout")
 
 

@@ -1,0 +1,40 @@
+"""What any causal language model of transformers has, ours or another, under whatever names."""
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_memory.ops.soft_cap import soft_capped
+
+COMMON_FIELDS = (  # of configs, with the same names in ours, in all teachers, and in what students are exported to
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+)
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer; if the config has no layer types, all layers have the same attention."""
+    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    given = getattr(config, "layer_types", None)
+    return list(given or [kind] * config.num_hidden_layers)
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Channels of an attention head; not every config has a field for it."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
+    """Logits [..., V] of the last hidden states [..., hidden_size] of a model, after its final norm."""
+    config = model.config.get_text_config()
+    logits = model.get_output_embeddings()(hidden_states) / getattr(config, "logits_scaling", 1)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return soft_capped(logits, cap)
