@@ -18,7 +18,6 @@ from hf_memory.conversion import (
     load_tokenizer,
     plan_rows,
     read_tokens,
-    resolve,
 )
 from hf_memory.evaluation import agreement, cache_bytes
 
@@ -36,10 +35,10 @@ learned_from = tokens[: len(tokens) - len(held_out)]
 
 # Without more, one key-value head of eleven keeps everything: those that predictions need most.
 steps = Schedule(arguments.steps, learning_rate=1e-4, batch_size=1, length=arguments.length)
-plan = resolve(Recipe(distillation=steps), teacher.config, learned_from)
-for name, value in plan_rows(plan):
+converted = convert(teacher, learned_from, Recipe(distillation=steps))
+for name, value in plan_rows(converted.plan):
     print(f"{name:26}{value}")
-student = convert(teacher, learned_from, plan).student.eval()
+student = converted.student.eval()
 student.save_pretrained(arguments.student)
 tokenizer.save_pretrained(arguments.student)
 
