@@ -475,7 +475,7 @@ def test_the_demo_writes_what_it_shows_and_can_run_again(run, tmp_path, monkeypa
         code, out, err = run("demo", "--output", output)
         assert err == ""
         assert code == 0
-    for name in ("teacher", "control", "student"):
+    for name in ("teacher", "before training", "student"):
         assert re.search(rf"\n 2,048 +{name} ", out)
     assert str(output / "student") in out
     assert {"README.md", "conversion.png", "results.json", "tokenizer.json"} <= {

@@ -1,6 +1,5 @@
 """The demo: trains a small Llama on Python's documentation, converts it, and compares both; offline, in minutes."""
 
-import copy
 import re
 from collections.abc import Callable
 from itertools import chain
@@ -45,9 +44,11 @@ class Settings(NamedTuple):
     vocab_size: int = 4096
     hidden_size: int = 128
     num_layers: int = 4
-    teacher: Schedule = Schedule(steps=750, learning_rate=5e-3, batch_size=4)
+    teacher: Schedule = Schedule(steps=750, learning_rate=5e-3, batch_size=2, length=512)
     transfer: Schedule = Schedule(steps=100, learning_rate=3e-3, batch_size=4)
-    distillation: Schedule = Schedule(steps=200, learning_rate=1e-3, batch_size=4)
+    distillation: Schedule = Schedule(
+        steps=40, learning_rate=1e-4, batch_size=1, length=1024, repeats=0.3
+    )
 
 
 SETTINGS = Settings()
@@ -174,16 +175,16 @@ class MuonWithAdamW(Optimizer):
 
 def run_demo(
     *,
-    to: str = "linear",
+    to: str = Recipe().to,
     settings: Settings = SETTINGS,
     run: Run = Run(),
     say: Callable[[str], None] = print,
     **options,
 ) -> Demo:
-    """Train a teacher, convert it, train it further as a control, and compare the three on held-out text.
+    """Train a teacher, convert it as `hf-memory convert` does by default, and compare both on held-out text.
 
     Args:
-        to: the student's family.
+        to: the student's memory, a name in STUDENTS, or `"attention"`.
         settings: sizes and schedules.
         run: progress reports and options of the Trainer.
         say: is called with a line of text about each step.
@@ -195,7 +196,7 @@ def run_demo(
     say(f"read the language reference: {len(tokens)} tokens to train on, {len(held_out)} held out")
     teacher = make_teacher(settings, corpus.tokenizer)
     wanted = Recipe(
-        to, "none", transfer=settings.transfer, distillation=settings.distillation, options=options
+        to, transfer=settings.transfer, distillation=settings.distillation, options=options
     )
     plan = resolve(wanted, teacher.config, tokens)
     say(f"made a Llama of {teacher.num_parameters():,} parameters")
@@ -206,12 +207,9 @@ def run_demo(
         )
     }
     made = convert(teacher, tokens, plan, run)
-    control = copy.deepcopy(teacher)  # a teacher that trains for as many steps as the student
-    train(control, tokens, settings.distillation, name="control", seed=1, run=run)
     before, _ = untrained_student(teacher, tokens, made.plan)
     models = {
         "teacher": teacher,
-        "control": control,
         "before training": before,
         "student": made.student,
     }

@@ -27,7 +27,7 @@ def demo(
             help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}.",
             rich_help_panel=WHAT,
         ),
-    ] = "linear",
+    ] = "attention",
     option: Option = None,
 ) -> None:
     """Train a small Llama on Python's documentation, convert it, and compare both; offline, in minutes.
@@ -45,9 +45,6 @@ def demo(
             for part in (made.teacher, made.tokenizer):
                 part.save_pretrained(folder / "teacher")
     print_results(made.results)
-    console.print(
-        "control: the teacher, trained on the same text for as many more steps as the student"
-    )
     for name, model in (("teacher", made.teacher), ("student", made.student)):
         for prompt in PROMPTS:
             console.print(f"\n{name}", style="bold")
