@@ -16,7 +16,7 @@ from hf_memory.cli.options import read_pairs
 from hf_memory.conversion import Recipe, Schedule
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
 from hf_memory.evaluation import evaluate, tasks
-from hf_memory.files.folders import claimed
+from hf_memory.files.folders import folder_lock
 from teachers import FAST, SHORT
 
 
@@ -136,7 +136,7 @@ def test_an_output_is_claimed_before_any_work(run, teacher, text, tmp_path, monk
     tune = ("fine-tune", teacher, "--steps", 1, "--length", 32)
     lock = tmp_path / ".student.lock"
     lock.write_text("process 1 on a machine")  # of a process that was killed
-    with claimed(tmp_path / "student"):
+    with folder_lock(tmp_path / "student"):
         for words in (command, tune, ["demo"]):
             text_of = [] if words == ["demo"] else ["--text", text]
             code, _, err = run(*words, *text_of, "--output", tmp_path / "student")

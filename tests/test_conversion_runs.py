@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from cases import random_tokens
 from hf_memory.conversion import Run, TokenWindows
-from hf_memory.conversion.claims import last_whole_checkpoint
+from hf_memory.conversion.run_identity import last_whole_checkpoint
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.stages.trainer import train
 from teachers import RUN, SCHEDULE, convert, make_teacher, same, text

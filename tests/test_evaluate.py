@@ -20,7 +20,7 @@ from hf_memory.conversion import read_tokens
 from hf_memory.evaluation import OF_CARD, Subject, record, tasks
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, ROOM, SINGLE, hide, hunt, samples_of
 from hf_memory.evaluation.writing import greedy, words_alike
-from hf_memory.files.folders import claimed
+from hf_memory.files.folders import folder_lock
 
 TEXT = [
     "the",
@@ -360,13 +360,13 @@ def test_the_same_weights_with_another_tokenizer_have_answers_of_their_own(run, 
 
 
 def test_a_folder_that_another_process_writes_to_is_refused(evaluate, tmp_path):
-    with claimed(tmp_path / "out"):
+    with folder_lock(tmp_path / "out"):
         code, _, err, found = evaluate("--tasks", "recall")
         assert found == []
         assert code == 2
         assert "to which process" in err
     assert not any(tmp_path.iterdir())
-    with claimed(tmp_path / "out"):
+    with folder_lock(tmp_path / "out"):
         pass
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hf_memory.conversion import new_folder
 from hf_memory.files import folders
-from hf_memory.files.folders import RESULTS, claimed, replaced, written
+from hf_memory.files.folders import RESULTS, folder_lock, replaced, written
 
 STEPS = ("rename", "replace", "mkdir", "unlink", "rmdir")  # functions of os that change names
 
@@ -26,7 +26,7 @@ def old_folder(folder):
 
 def replace(path):
     with (
-        claimed(path),
+        folder_lock(path),
         written("result", path, "what was there is unchanged"),
         new_folder(path, overwrite=True) as new,
     ):
@@ -119,7 +119,7 @@ def test_a_kill_leaves_the_old_or_the_new_folder_or_the_next_run_puts_it_back(
         killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
         is_lost = not path.exists()
         lost += is_lost
-        with claimed(path):
+        with folder_lock(path):
             assert content(path) in (
                 ("old",) if is_lost else ("old", "new") if killed else ("new",)
             ), number
@@ -136,7 +136,7 @@ def test_what_is_put_back_is_said(tmp_path):
         shutil.move(old_folder(tmp_path), tmp_path / name)
         (tmp_path / ".student.77").mkdir()
         sentence = "killed while it replaced .*/student: what was there before is put back"
-        with pytest.warns(UserWarning, match=sentence), claimed(tmp_path / "student"):
+        with pytest.warns(UserWarning, match=sentence), folder_lock(tmp_path / "student"):
             assert content(tmp_path / "student") == "old"
         shutil.rmtree(tmp_path / "student")
         assert list(tmp_path.iterdir()) == []
@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_put_back_is_named(tmp_path, monkeypatch):
     ):
         replace(path)
     monkeypatch.undo()
-    with pytest.warns(UserWarning, match="is put back"), claimed(path):
+    with pytest.warns(UserWarning, match="is put back"), folder_lock(path):
         assert content(path) == "old"
 
 
@@ -217,12 +217,12 @@ def test_one_thread_at_a_time_claims_a_path(tmp_path):
 
     def claim():
         try:
-            with claimed(tmp_path / "x", "gguf"):
+            with folder_lock(tmp_path / "x", "gguf"):
                 pass
         except ValueError as error:
             refused.append(str(error))
 
-    with claimed(tmp_path / "x"):
+    with folder_lock(tmp_path / "x"):
         thread = threading.Thread(target=claim)
         thread.start()
         thread.join()

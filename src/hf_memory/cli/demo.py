@@ -13,7 +13,7 @@ from hf_memory.cli.terminal import console
 from hf_memory.cli.work import how_to_load, print_results
 from hf_memory.cli.writing import write
 from hf_memory.demo import PROMPTS, run_demo
-from hf_memory.files.folders import RESULTS, claimed
+from hf_memory.files.folders import RESULTS, folder_lock
 
 
 def demo(
@@ -35,7 +35,7 @@ def demo(
     Example: hf-memory demo --to deltanet
     """
     how: dict = {"overwrite": True, "mark": f"student/{RESULTS}"}  # of an earlier demo
-    with claimed(output), signs_of_life() as report:
+    with folder_lock(output), signs_of_life() as report:
         conversion.check_output(output, **how)
         made = run_demo(
             to=to, run=conversion.Run(report=report), say=console.print, **read_pairs(option)

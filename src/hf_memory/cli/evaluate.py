@@ -29,7 +29,7 @@ from hf_memory.files.fingerprints import (
     tokenizer_fingerprint,
     tokens_fingerprint,
 )
-from hf_memory.files.folders import claimed
+from hf_memory.files.folders import folder_lock
 from hf_memory.files.text import Text, check_tokens
 
 TITLE = "figures with their 95 % intervals"
@@ -151,7 +151,7 @@ def evaluate(
     how = flags.settings()
     store = Datastore(datastore) if datastore else None
     mine = f"{model} with {datastore.name}" if datastore else model
-    with claimed(output), signs_of_life() as report:
+    with folder_lock(output), signs_of_life() as report:
         sources = ({against: against} if against else {}) | {mine: model}
         models = {name: loading.load(source) for name, source in sources.items()}
         weights = _weights(models, store)

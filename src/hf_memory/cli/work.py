@@ -17,17 +17,17 @@ from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.run_file import Flags
 from hf_memory.cli.terminal import IS_FIRST, console, errors, print_table
 from hf_memory.conversion import Plan, Recipe, Run
-from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.costs import read_device
 from hf_memory.conversion.describe import advice_rows, device_rows, fits
 from hf_memory.conversion.goal import CONTEXT
 from hf_memory.conversion.report import HEADER, RATIO_BELOW, SCORE_HEADER, score_table, table
+from hf_memory.conversion.run_identity import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.conversion.teachers.loading import check_bitsandbytes
 from hf_memory.evaluation import OF_CARD, Subject, evaluate, lengths_beyond, record
 from hf_memory.evaluation.tasks import Found
 from hf_memory.export import find_target
-from hf_memory.files.folders import claimed, written
+from hf_memory.files.folders import folder_lock, written
 from hf_memory.files.text import Text
 
 MINIMUM = 2560  # tokens of a text, so that the last tenth has a window to compare models on
@@ -110,7 +110,7 @@ def carry_out(request: Request, make: Callable[[Prepared], Trained | None]) -> N
         make: makes the model; returns None in all processes except the first.
     """
     with (
-        nullcontext() if request.training.dry_run or not IS_FIRST else claimed(request.output),
+        nullcontext() if request.training.dry_run or not IS_FIRST else folder_lock(request.output),
         _resumable(request),
     ):
         with signs_of_life() as report:

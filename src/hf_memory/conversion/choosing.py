@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.choice import Choice, choice_by_ranking
-from hf_memory.conversion.claims import FINGERPRINT
 from hf_memory.conversion.plan import Plan, resolve
 from hf_memory.conversion.run import Run
+from hf_memory.conversion.run_identity import FINGERPRINT
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.students import SINKS, WINDOW, build
 from hf_memory.conversion.students.heads import (

@@ -6,11 +6,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.choosing import choose, untrained_student
-from hf_memory.conversion.claims import claim
 from hf_memory.conversion.costs import check_memory
 from hf_memory.conversion.plan import Plan, Stage, check_run, check_space, resolve
 from hf_memory.conversion.recipe import Recipe
 from hf_memory.conversion.run import Run
+from hf_memory.conversion.run_identity import record_run
 from hf_memory.conversion.stages.distillation import distill
 from hf_memory.conversion.stages.fine_tuning import fine_tune
 from hf_memory.conversion.stages.sharding import processes
@@ -79,9 +79,9 @@ def convert(
     if run.checkpoints and processes().is_main_process:
         models: dict = {"teacher": teacher, "quantized": quantized, "scorer": scorer}
         models |= {"tokens": tokens, "validation": run.validation}
-        claim(run.checkpoints, plan.describe(run) | models)
+        record_run(run.checkpoints, plan.describe(run) | models)
     if run.checkpoints:
-        processes().wait_for_everyone()  # until the folder is claimed
+        processes().wait_for_everyone()  # until the run is recorded
     if not plan.is_final:
         choice = choose(teacher, tokens, plan, run, quantized=quantized)
         plan = resolve(plan.recipe, plan.teacher, tokens, plan.scorer, choice=choice)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.choice import Choice, chosen_student, keep_of, likely_choice
-from hf_memory.conversion.claims import check_claimable
 from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.recipe import Recipe, Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
+from hf_memory.conversion.run_identity import check_run_folder
 from hf_memory.conversion.stages.distillation import loss_name
 from hf_memory.conversion.stages.fine_tuning import (
     FINE_TUNING,
@@ -245,7 +245,7 @@ def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bo
     run.check(*(stage.schedule for stage in plan.stages))
     if run.checkpoints is not None:
         check_folder("checkpoints", run.checkpoints)
-        check_claimable(run.checkpoints)
+        check_run_folder(run.checkpoints)
     if output is not None:
         check_output(output, overwrite=overwrite, beside={"checkpoints": run.checkpoints})
 

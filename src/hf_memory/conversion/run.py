@@ -73,7 +73,7 @@ class Run:
             stage ends with the weights whose loss was least.
         validation: text that nothing is trained on, for `eval_steps`.
         later: work of the stages that follow, in multiples of a stage, for its progress reports.
-        is_claimed: whether `checkpoints` is already known to belong to this run.
+        is_recorded: whether `checkpoints` is already known to belong to this run.
     """
 
     checkpoints: Path | None = None
@@ -82,7 +82,7 @@ class Run:
     training: Mapping[str, Any] = field(default_factory=dict)
     validation: Text | Tensor | None = None
     later: float = 0.0
-    is_claimed: bool = False
+    is_recorded: bool = False
 
     def of(self, stage: str, later: float = 0.0) -> "Run":
         """The options for one stage, with a subfolder for its checkpoints."""
@@ -90,7 +90,7 @@ class Run:
             self,
             checkpoints=self.checkpoints and self.checkpoints / stage,
             later=later,
-            is_claimed=True,
+            is_recorded=True,
         )
 
     def arguments(self, schedule: Schedule, **others) -> TrainingArguments:

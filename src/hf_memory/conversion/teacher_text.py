@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.claims import describe
+from hf_memory.conversion.run_identity import describe
 from hf_memory.evaluation.writing import continued
 from hf_memory.files.chat_template import apply_template
 from hf_memory.files.documents import read_prompts

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.decoding.parts import decoder_layers, feed_forward
 from hf_memory.files.fingerprints import model_fingerprint
-from hf_memory.files.folders import check_regular, claimed, replaced
+from hf_memory.files.folders import check_regular, folder_lock, replaced
 from hf_memory.files.text import Text
 from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
@@ -251,14 +251,14 @@ def build_datastore(
             f"tokens must be [T] with at least two tokens, got shape {tuple(text.tokens.shape)}"
         )
     check(length >= 2, "length", "at least 2 tokens", length)
-    with claimed(folder, "folder"):
+    with folder_lock(folder, "folder"):
         return _build(model, text, folder, length, dtype, module, index, report)
 
 
 def _build(
     model, text: Text, folder: Path, length: int, dtype: torch.dtype, module, index, report
 ) -> Datastore:
-    """Build a datastore in a folder that is claimed."""
+    """Build a datastore in a folder that is locked."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"folder must be a new one, got {folder}, which is in use")
     module = key_module(model) if module is None else module

@@ -20,7 +20,7 @@ from hf_memory.export.gguf import LAYOUTS, TOKENIZER, check_gguf, write_gguf
 from hf_memory.export.parts import kept_layers
 from hf_memory.export.target import Target
 from hf_memory.export.targets import find_target
-from hf_memory.files.folders import claimed, replaced, written
+from hf_memory.files.folders import folder_lock, replaced, written
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.loading import load_model, load_tokenizer
@@ -75,9 +75,9 @@ def export_model(
     file = None if gguf is None else Path(gguf)
     _check_places(folder, file)
     with ExitStack() as claims:
-        claims.enter_context(claimed(folder, "folder"))
+        claims.enter_context(folder_lock(folder, "folder"))
         if file is not None:
-            claims.enter_context(claimed(file, "gguf"))
+            claims.enter_context(folder_lock(file, "gguf"))
         _check_places(folder, file)  # once more, now that nobody else writes there
         return _export(model, folder, target, file)
 
@@ -85,7 +85,7 @@ def export_model(
 def _export(
     model: MemoryForCausalLM | str | Path, folder: Path, target: str, gguf: Path | None
 ) -> Export:
-    """Export to places that are claimed."""
+    """Export to places that are locked."""
     tokenizer = None
     if not isinstance(model, PreTrainedModel):
         if cached_file(str(model), TOKENIZER, _raise_exceptions_for_missing_entries=False):

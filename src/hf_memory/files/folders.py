@@ -33,18 +33,18 @@ class NotPutBack(OSError):
 
 
 @contextmanager
-def claimed(path: Path, name: str = "output") -> Iterator[None]:
-    """A context in which nobody else can claim a path; the claim ends with the process, also if it is killed.
+def folder_lock(path: Path, name: str = "output") -> Iterator[None]:
+    """A context in which nobody else can lock a path; the lock ends with the process, also if it is killed.
 
     What a killed process left beside the path is removed. If that process had moved a folder away to replace it, the
     folder is put back first, with a warning.
 
     Args:
-        path: the folder or file, which need not exist; the claim is a file beside it.
+        path: the folder or file, which need not exist; the lock is a file beside it.
         name: the name of the path in error messages.
 
     Raises:
-        ValueError: if another process or thread has claimed it, or it cannot be created or written to.
+        ValueError: if another process or thread has locked it, or it cannot be created or written to.
     """
     check_folder(name, path)
     owner = path.absolute().with_name(f".{path.absolute().name}.lock")
@@ -68,7 +68,7 @@ def claimed(path: Path, name: str = "output") -> Iterator[None]:
 
 
 def _clear_up(path: Path) -> None:
-    """Put back and remove what killed processes left beside a claimed path."""
+    """Put back and remove what killed processes left beside a locked path."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.\d+(-\d+)?(-old)?")
     left = [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
     moved = [file for file in left if file.name.endswith("-old")]
@@ -88,7 +88,7 @@ def replaced(path: Path) -> Iterator[Path]:
     """A context with a path beside `path` to write to; it takes the place of `path` if no exception was raised.
 
     At each moment, also if the process is killed, the old or the new file or folder is under the name `path`. Where the
-    system cannot exchange two folders in one step, the old one has another name for a moment; `claimed` puts it back.
+    system cannot exchange two folders in one step, the old one has another name for a moment; `folder_lock` undoes it.
 
     Raises:
         OSError: if `path` cannot be replaced; what was there is unchanged.
@@ -151,7 +151,7 @@ def _replace_by_two_renames(new: Path, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder if it exists; if this fails, the next `claimed` tries again."""
+    """Remove a file or a folder if it exists; if this fails, the next `folder_lock` tries again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -13,15 +13,15 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
 
-from hf_memory.conversion.claims import (
-    check_checkpoint,
-    claim,
-    last_whole_checkpoint,
-    reading_checkpoint,
-)
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
+from hf_memory.conversion.run_identity import (
+    check_checkpoint,
+    last_whole_checkpoint,
+    reading_checkpoint,
+    record_run,
+)
 from hf_memory.conversion.stages.sharding import processes, sharded_learner, whole
 from hf_memory.convertible import Convertible
 from hf_memory.files.folders import written
@@ -204,9 +204,9 @@ def run_trainer(
         OSError: if a checkpoint cannot be written; the one before it stays.
     """
     schedule = data.schedule
-    if run.checkpoints and not run.is_claimed and processes().is_main_process:
+    if run.checkpoints and not run.is_recorded and processes().is_main_process:
         own = {"stage": name, "tokens": data.text, "schedule": schedule, "seed": data.seed}
-        claim(run.checkpoints, {**own, **belongs_to, **run.training})
+        record_run(run.checkpoints, {**own, **belongs_to, **run.training})
     output = nullcontext(run.checkpoints) if run.checkpoints else tempfile.TemporaryDirectory()
     with output as folder, sharded_learner(model) as learner:
         saves = run.checkpoints or run.training.get("load_best_model_at_end")

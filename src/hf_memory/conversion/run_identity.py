@@ -77,7 +77,7 @@ def _damaged(path: Path, reason: str) -> ValueError:
     )
 
 
-def claim(folder: Path, description: dict[str, Any]) -> None:
+def record_run(folder: Path, description: dict[str, Any]) -> None:
     """Record to which run a folder belongs, or check that it belongs to the same run as before.
 
     Args:
@@ -88,7 +88,7 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
     Raises:
         ValueError: if the folder has checkpoints of a run with other arguments, or of an unknown run.
     """
-    check_claimable(folder)
+    check_run_folder(folder)
     file = folder / FINGERPRINT
     described = describe(description)
     if _work(folder):
@@ -117,7 +117,7 @@ def _record(file: Path) -> dict[str, str]:
     return record
 
 
-def check_claimable(folder: Path) -> None:
+def check_run_folder(folder: Path) -> None:
     """Raise ValueError if a folder has checkpoints of an unknown run, or links that lead out of it.
 
     This run might delete the former, and would write where the latter point to.
