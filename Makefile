@@ -69,7 +69,7 @@ bench: $(INSTALLED)  ## the tables that fit this machine
 	$(BIN)/python benchmarks/decode.py
 
 claims: $(INSTALLED)  ## does each memory do what its paper claims? Says first how long it takes; goes on where it was stopped
-	$(BIN)/python benchmarks/claims
+	$(BIN)/python benchmarks/papers
 
 engines: $(INSTALLED)  ## our models in llama.cpp, mlx-lm and vLLM, which are installed first: twenty minutes, 3 GB
 	$(BIN)/python benchmarks/engines.py --build

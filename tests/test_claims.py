@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-CLAIMS = Path(__file__).parents[1] / "benchmarks" / "claims"
+CLAIMS = Path(__file__).parents[1] / "benchmarks" / "papers"
 RESULTS = CLAIMS.parent / "results" / "claims"
 
 
@@ -121,4 +121,4 @@ def test_the_page_says_what_the_results_say(module):
         for file, text in module("page").texts(claims.values()).items()
         if file.read_text() != text
     ]
-    assert not stale, "run python benchmarks/claims --page"
+    assert not stale, "run python benchmarks/papers --page"

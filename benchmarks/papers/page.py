@@ -10,7 +10,7 @@ NOTES = Path(__file__).parents[2] / "docs" / "research"
 HEAD = """# Claims: does each memory do what its paper says?
 
 Small models on one CPU core, with several seeds for most figures. `make claims` runs all claims and continues where it
-was stopped; `python benchmarks/claims NAME` runs one. This page is written by the program from its results
+was stopped; `python benchmarks/papers NAME` runs one. This page is written by the program from its results
 (`benchmarks/results/claims/`) and not edited by hand. "Partly reproduced" means that some of the expected results were
 found and others were not; the section of the claim says which.
 """
@@ -88,7 +88,7 @@ def section(claim: Claim, rows: Rows) -> str:
         parts.append(markdown(claim.table(rows)))
     if (RESULTS / f"{claim.name}.png").exists():
         parts.append(f"![{claim.title}](../../benchmarks/results/claims/{claim.name}.png)")
-    parts.append(f"`python benchmarks/claims {claim.name}`: {claim.minutes:g} minutes of one core.")
+    parts.append(f"`python benchmarks/papers {claim.name}`: {claim.minutes:g} minutes of one core.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,8 +1,8 @@
 """Run the claims, or those that are named, and write their page; each goes on where it was stopped.
 
-python benchmarks/claims                 # all
-python benchmarks/claims parity cost
-python benchmarks/claims --page          # nothing but pictures and page, from what is finished
+python benchmarks/papers                 # all
+python benchmarks/papers parity cost
+python benchmarks/papers --page          # nothing but pictures and page, from what is finished
 """
 
 import os
