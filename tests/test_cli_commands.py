@@ -2,13 +2,16 @@
 
 import re
 import shlex
+import warnings
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hf_memory.cli import load
+from hf_memory.cli import load, terminal
 from hf_memory.cli.command import GROUPS
+from hf_memory.cli.progress import WHY, explained
+from hf_memory.progress import Progress
 from hf_memory_cli import COMMANDS
 from teachers import FAST
 
@@ -120,3 +123,52 @@ def test_stages_that_did_not_run_are_not_in_the_run_file(run, teacher, text, tmp
     assert described["transfer"] == {"steps": 0}  # else it would run when this file is read
     assert described["distillation"]["steps"] == 1
     assert "fine-tuning" not in described
+
+
+def test_each_kind_of_long_task_is_explained_once(capsys):
+    reported = []
+    report = explained(reported.append)
+    for task in (
+        "ranking heads",
+        "measuring a",
+        "measuring a",
+        "measuring b",
+        "measuring untrained students",
+    ):
+        report(Progress(task, 0, 2))
+    lines = capsys.readouterr().out.splitlines()
+    begun = ["ranking heads", "measuring a", "measuring untrained students"]
+    assert [line.partition(":")[0] for line in lines] == begun
+    assert len(reported) == 5
+
+
+def test_all_tasks_that_are_reported_are_explained():
+    source = Path(terminal.__file__).parents[1]
+    files = [x.read_text(encoding="utf-8") for x in source.rglob("*.py")]
+    tasks = [x for file in files for x in re.findall(r'Progress\(f?"([^"{]+)', file)]
+    stages = ["attention transfer", "distillation", "fine-tuning"]
+    assert len(tasks) > 5
+    assert [x for x in [*tasks, *stages] if not any(x.strip().startswith(y) for y in WHY)] == []
+
+
+def test_commands_say_what_was_made_and_what_to_try_next(run, teacher, text, tmp_path):
+    student = tmp_path / "a student"
+    command = "convert", teacher, "--text", text, "--output", student, *FAST
+    code, out, err = run(*command, "--distillation", SHORT)
+    assert (code, err) == (0, "")
+    assert out.endswith(f"\nNext: hf-memory chat '{student}'\n")
+    assert f"Wrote {student}: the model, README.md" in out
+    assert "ranking" not in out
+    store = tmp_path / "store"
+    made = run("datastore", student, "--text", text, "--max-tokens", 300, "--output", store)[1]
+    assert f"Next: hf-memory generate '{student}' --datastore {store} --prompt The\n" in made
+    found = tmp_path / "found"
+    measured = "--tasks", "speed", "--lengths", 256, "--text", text, "--output", found
+    assert f"Wrote {found}: evaluation.json" in run("evaluate", student, *measured)[1]
+
+
+def test_warnings_for_developers_of_libraries_are_not_shown(recwarn):
+    load("info")
+    warnings.warn("an argument will be renamed", FutureWarning, stacklevel=1)
+    warnings.warn("a file is damaged", stacklevel=1)
+    assert [str(x.message) for x in recwarn] == ["a file is damaged"]

@@ -23,11 +23,14 @@ EXPECTED = (
     StrictDataclassError,
     SafetensorError,
 )  # errors that wrong input can cause
+FOR_DEVELOPERS = DeprecationWarning, PendingDeprecationWarning, FutureWarning  # of libraries
 
 
 def load(name: str):
     """The command with a given name."""
     warnings.formatwarning = lambda message, *where, **how: f"Warning: {visible(str(message))}\n"
+    for kind in FOR_DEVELOPERS:
+        warnings.simplefilter("ignore", kind)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     function = name.replace("-", "_")

@@ -11,7 +11,7 @@ from hf_memory import conversion
 from hf_memory.cli.command import ADVANCED, LONG, WHAT, WHERE
 from hf_memory.cli.options import SOURCES, MaxTokens
 from hf_memory.cli.progress import signs_of_life
-from hf_memory.cli.terminal import console
+from hf_memory.cli.terminal import say_made
 from hf_memory.cli.writing import LoadingFlags
 from hf_memory.decoding import Datastore, build_datastore
 from hf_memory.decoding import tune as choose
@@ -111,6 +111,8 @@ def datastore(
         if tune:
             made.keep_mixture(choose(loaded, made, read(tune), length=keys.length))
     mixture = "".join(f", {name} {x:.3g}" for name, x in made.mixture.items())
-    console.out(
-        f"{output}: {len(made):,} keys of {made.keys.shape[1]} channels, {size_of(output) / 1e6:,.1f} MB{mixture}"
+    size = f"{size_of(output) / 1e6:,.1f} MB"
+    say_made(
+        f"Wrote {output}: {len(made):,} keys of {made.keys.shape[1]} channels, {size}{mixture}",
+        ["generate", model, "--datastore", output, "--prompt", "The"],
     )

@@ -9,8 +9,8 @@ from hf_memory import conversion
 from hf_memory.cli.command import WHAT, WHERE
 from hf_memory.cli.options import Option, read_pairs
 from hf_memory.cli.progress import signs_of_life
-from hf_memory.cli.terminal import console
-from hf_memory.cli.work import how_to_load, print_results
+from hf_memory.cli.terminal import console, say_made
+from hf_memory.cli.work import print_results
 from hf_memory.cli.writing import write
 from hf_memory.demo import PROMPTS, run_demo
 from hf_memory.files.folders import RESULTS, folder_lock
@@ -49,4 +49,8 @@ def demo(
         for prompt in PROMPTS:
             console.print(f"\n{name}", style="bold")
             write(model.eval(), made.tokenizer, prompt, seed=0, max_new_tokens=60)
-    console.print(how_to_load(output / "student"), soft_wrap=True)
+    student = output / "student"
+    say_made(
+        f"Wrote {student}: the model, and README.md with what was measured; its teacher is beside it.",
+        ["generate", student, "--prompt", PROMPTS[0]],
+    )

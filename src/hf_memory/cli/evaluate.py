@@ -15,7 +15,7 @@ from hf_memory import conversion
 from hf_memory.cli.command import LONG, WHAT, WHERE
 from hf_memory.cli.options import SOURCES, Config, Items, MaxTokens, MeasureTokens, in_file
 from hf_memory.cli.progress import signs_of_life
-from hf_memory.cli.terminal import console, print_table
+from hf_memory.cli.terminal import console, print_table, say_made
 from hf_memory.cli.work import split
 from hf_memory.cli.writing import LoadingFlags
 from hf_memory.decoding import Datastore, NearestNeighbours
@@ -192,7 +192,7 @@ def evaluate(
             raise ValueError(f"{wanted}, got {flags.tasks} at {flags.lengths}")
         record.draw(output, known)
     _show(known)
-    console.print(f"Wrote {output}: {record.FILE}, and a picture of each task", soft_wrap=True)
+    say_made(f"Wrote {output}: {record.FILE}, and a picture of each task.", ["chat", model])
 
 
 def _weights(models: dict[str, tuple], store: Datastore | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ import typer
 
 from hf_memory.cli.command import WHAT, WHERE
 from hf_memory.cli.options import found
-from hf_memory.cli.terminal import console
+from hf_memory.cli.terminal import console, say_made
 from hf_memory.export import TARGETS, export_model
 
 NAMES = ", ".join(target.name for target in TARGETS)
@@ -38,3 +38,4 @@ def export(
     )
     for engine, fault in export.engines.items():
         console.print(f"  {engine}: {f'not supported: {fault}' if fault else 'supported'}")
+    say_made(f"Wrote {output}" + (f" and {gguf}" if gguf else ""), ["chat", output])

@@ -12,13 +12,26 @@ from hf_memory.files.names import visible
 from hf_memory.progress import Progress
 
 MINUTE = 60.0  # seconds
+WHY = {  # by how the name of a task begins: what it does, and what takes the time
+    "reading the text": "it is made into tokens once; --checkpoints keeps them",
+    "the teacher writes": "the teacher generates the text of the training, token by token",
+    "ranking heads": "the teacher reads passages forward and backward, to find the heads that its predictions need",
+    "measuring untrained students": "each reads the same text, from the smallest cache on, until one is near enough",
+    "measuring how many tokens layers keep": "the student reads a window twice for each layer",
+    "attention transfer": "each new layer learns the output of the attention that it replaces; a GPU compiles kernels first",
+    "distillation": "teacher and student read each window, and the student learns from the difference; a GPU compiles "
+    "kernels first",
+    "fine-tuning": "the model learns from each window of text; a GPU compiles kernels first",
+    "reading into the datastore": "the model reads the whole text and keeps a key for each token",
+    "measuring": "the model reads held-out text and answers questions; long texts and answers take most of the time",
+}
 
 
 @contextmanager
 def signs_of_life() -> Iterator[Callable[[Progress], None]]:
-    """A context that shows the progress of each task."""
+    """A context that shows the progress of each task, after a line that says what it is."""
     if not console.is_terminal:
-        yield Lines()
+        yield explained(Lines())
         return
     columns = (
         rich.TextColumn("{task.description}", markup=False),
@@ -31,7 +44,21 @@ def signs_of_life() -> Iterator[Callable[[Progress], None]]:
         rich.TextColumn("{task.fields[loss]}"),
     )
     with rich.Progress(*columns, *times, console=console) as bars:
-        yield Bars(bars)
+        yield explained(Bars(bars))
+
+
+def explained(report: Callable[[Progress], None]) -> Callable[[Progress], None]:
+    """A report before which each new kind of task is explained in a line."""
+    known = set[str]()
+
+    def tell(now: Progress) -> None:
+        name = next((x for x in WHY if now.task.startswith(x)), None)
+        if name and name not in known:
+            console.print(f"{now.task}: {WHY[name]}", soft_wrap=True)
+            known.add(name)
+        report(now)
+
+    return tell
 
 
 class Bars:

@@ -1,7 +1,9 @@
 """The consoles that all commands write to."""
 
 import os
+import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -31,6 +33,12 @@ console, errors = (
 )
 
 
+def say_made(made: str, command: Sequence[str | Path]) -> None:
+    """Print what a command has made, and the words of a command to try next."""
+    words = shlex.join(map(str, command))
+    console.print(f"\n{made}\nNext: hf-memory {words}", soft_wrap=True)
+
+
 def print_table(
     rows: Iterable[Sequence[str] | None], header: Sequence[str] = (), *, title: str
 ) -> None:
@@ -41,7 +49,8 @@ def print_table(
         "collapse_padding": True,
         "show_header": bool(header),
     }
-    table = Table(*header, title=title, **look)
+    console.print(f"\n{title}", style="italic", soft_wrap=True)
+    table = Table(*header, **look)
     for row in rows:
         table.add_section() if row is None else table.add_row(*row)
     console.print(table)

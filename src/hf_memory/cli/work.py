@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_memory import conversion
 from hf_memory.cli.options import TrainingFlags, found, read_weights
 from hf_memory.cli.progress import signs_of_life
-from hf_memory.cli.run_file import Flags
-from hf_memory.cli.terminal import IS_FIRST, console, errors, print_table
+from hf_memory.cli.run_file import RUN, Flags
+from hf_memory.cli.terminal import IS_FIRST, console, errors, print_table, say_made
 from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.costs import read_device
 from hf_memory.conversion.describe import advice_rows, device_rows, fits
@@ -124,7 +124,7 @@ def carry_out(request: Request, make: Callable[[Prepared], Trained | None]) -> N
         conversion.add_results(request.output, results)
         (request.output / record.FILE).unlink(missing_ok=True)
         print_results(results)
-        console.print(how_to_load(request.output), soft_wrap=True)
+        say_what_was_made(request.output)
 
 
 def _show_plan(prepared: Prepared) -> None:
@@ -338,13 +338,9 @@ def print_results(results: conversion.Results) -> None:
     console.print(RATIO_BELOW)
 
 
-def how_to_load(folder: Path) -> str:
-    """A text that says how to load and use the model."""
-    return f"""
-Wrote {folder}. To use it:
-
-    import hf_memory
-    from transformers import pipeline
-    pipeline("text-generation", model="{folder}")("The with statement", max_new_tokens=40)
-
-or: hf-memory generate {folder} --prompt "The with statement"; hf-memory info {folder}"""
+def say_what_was_made(folder: Path) -> None:
+    """Print that a model is written, and how to try it."""
+    say_made(
+        f"Wrote {folder}: the model, README.md with what was measured, and {RUN}, which repeats this run.",
+        ["chat", folder],
+    )
