@@ -18,7 +18,7 @@ WHY = {  # by how the name of a task begins: what it does, and what takes the ti
     "ranking heads": "the teacher reads passages forward and backward, to find the heads that its predictions need",
     "measuring untrained students": "each reads the same text, from the smallest cache on, until one is near enough",
     "measuring how many tokens layers keep": "the student reads a window twice for each layer",
-    "attention transfer": "each new layer learns the output of the attention that it replaces; a GPU compiles kernels first",
+    "attention transfer": "each new layer learns what attention in its place gave; a GPU compiles kernels first",
     "distillation": "teacher and student read each window, and the student learns from the difference; a GPU compiles "
     "kernels first",
     "fine-tuning": "the model learns from each window of text; a GPU compiles kernels first",
