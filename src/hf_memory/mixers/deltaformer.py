@@ -48,12 +48,12 @@ class DeltaFormerMixer(MemoryMixer):
         _, heads, _, D, _ = config.memory_heads
         W = window_of(config, layer_idx)
         at_most = None if W is None else W - 1
-        kept = State((heads, D if config.write_rope else 2 * D), None, "token", at_most)
+        keys = State((heads, D if config.write_rope else 2 * D), None, "token", at_most)
         u = State((heads, D), None, "token", at_most)
         positions = State((), torch.int32, "token", at_most, absent=-1)
         return {
             "tokens_read": State((), torch.long),
-            "keys": kept,
+            "keys": keys,
             "values": u,
             "positions": positions,
         }
@@ -64,9 +64,9 @@ class DeltaFormerMixer(MemoryMixer):
         q, k_written, v = self.project_heads(hidden_states, None)
         q, k = self.rotate(q, k_written, context.positions)
         tokens, tokens_read = context.places(k)
-        kept = k if self.config.write_rope else torch.cat([k, k_written], -1)
+        cached_k = k if self.config.write_rope else torch.cat([k, k_written], -1)
         past, _ = context.grown(
-            {"keys": kept, "positions": tokens.position.expand(len(k), -1).int()}
+            {"keys": cached_k, "positions": tokens.position.expand(len(k), -1).int()}
         )
         is_full = context.is_whole or context.cu_seqlens is not None
         shared = {

@@ -281,8 +281,8 @@ class MemoryModel(MemoryPreTrainedModel):
             output, cache, losses = read_in_chunks(
                 self, inputs_embeds, chunk_length, *where, **kwargs
             )
-            own = _own(losses, is_token(attention_mask, inputs_embeds.shape[1]))
-            return MemoryModelOutput(output, cache if use_cache else None, **own)
+            losses_of_output = _own_losses(losses, is_token(attention_mask, inputs_embeds.shape[1]))
+            return MemoryModelOutput(output, cache if use_cache else None, **losses_of_output)
         attention_mask = self._for_all_layers(attention_mask)
         cu_seqlens = None
         if self.has_memory or not isinstance(
@@ -326,17 +326,17 @@ class MemoryModel(MemoryPreTrainedModel):
         return MemoryModelOutput(
             self.norm(hidden_states),
             cache if use_cache else None,
-            **_own(of_tokens, is_token(attention_mask, inputs_embeds.shape[1])),
+            **_own_losses(of_tokens, is_token(attention_mask, inputs_embeds.shape[1])),
         )
 
     def angles(
         self, hidden_states: Tensor, position_ids: Tensor
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """What layers need to rotate queries and keys, as arguments of theirs."""
-        found = {"position_embeddings": self.rotary_emb(hidden_states, position_ids)}
+        """The cosines and sines of rotary positions [B, T], [B, T, channels] each, as arguments of the layers."""
+        embeddings = {"position_embeddings": self.rotary_emb(hidden_states, position_ids)}
         if self.config.local_rope_layers:
-            found["local_embeddings"] = self.local_rotary_emb(hidden_states, position_ids)
-        return found
+            embeddings["local_embeddings"] = self.local_rotary_emb(hidden_states, position_ids)
+        return embeddings
 
     def new_cache(self) -> Cache | None:
         """The cache that a forward with `use_cache` creates if none is given."""
@@ -515,17 +515,10 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         )
         mask = inputs.get("attention_mask")
         cache = inputs.get(CACHE)
-        if (
-            isinstance(mask, Tensor)
-            and mask.ndim == 2
-            and cache is not None
-            and cache.is_compileable
-        ):
-            tokens = (
-                inputs["input_ids"]
-                if inputs.get("inputs_embeds") is None
-                else inputs["inputs_embeds"]
-            )
+        is_plain_mask = isinstance(mask, Tensor) and mask.ndim == 2
+        if is_plain_mask and cache is not None and cache.is_compileable:
+            embeds = inputs.get("inputs_embeds")
+            tokens = inputs["input_ids"] if embeds is None else embeds
             rows = torch.empty((*tokens.shape[:2], 0), dtype=self.dtype, device=mask.device)
             inputs["attention_mask"] = self.base_model.masks(rows, mask, cache)
         return inputs
@@ -588,14 +581,12 @@ def is_token(attention_mask: Tensor | dict | None, T: int) -> Tensor | None:
         attention_mask = next(
             (attention_mask[kind] for kind in LAYER_TYPES if kind in attention_mask), None
         )
-    return (
-        None
-        if attention_mask is None or attention_mask.ndim != 2
-        else attention_mask[:, -T:].bool()
-    )
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    return attention_mask[:, -T:].bool()
 
 
-def _own(losses: Tensor | None, mask: Tensor | None) -> dict[str, Tensor]:
+def _own_losses(losses: Tensor | None, mask: Tensor | None) -> dict[str, Tensor]:
     """Own losses [B, T] as fields of a model's output; `mask` [B, T] is false at padding."""
     if losses is None:
         return {}

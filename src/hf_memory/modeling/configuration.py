@@ -30,7 +30,11 @@ from hf_memory.ops.dispatch import BACKENDS
 
 def of_mixers(**names: tuple[str, ...]) -> dict[str, str]:
     """A plan of tensor parallelism: its style for each module and parameter of the mixers; "" is a mixer itself."""
-    return {f"layers.*.mixer.{x}".rstrip("."): style for style, own in names.items() for x in own}
+    return {
+        f"layers.*.mixer.{name}".rstrip("."): style
+        for style, names_of_style in names.items()
+        for name in names_of_style
+    }
 
 
 def of_feed_forwards(plan: dict[str, str]) -> dict[str, str]:

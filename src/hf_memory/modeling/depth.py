@@ -48,14 +48,24 @@ class Universal(nn.Module):
         own_losses: list[Tensor],
         **kwargs,
     ) -> Tensor:
-        """Run step t."""
+        """Run step t: [B, T, hidden_size] -> [B, T, hidden_size].
+
+        Args:
+            t: number of the step, from 0, which is also that of its cache layer.
+            layer: the layer.
+            hidden_states: [B, T, hidden_size].
+            mask: the layer's mask, or None.
+            positions: embedded positions [B, T, hidden_size], or 0.
+            own_losses: gets the layer's own loss [B, T], if it has one.
+            **kwargs: further arguments of the layer.
+        """
         here = self.steps(torch.tensor([[t]], device=hidden_states.device)) + positions
         hidden_states = hidden_states + here.to(hidden_states.dtype)
         return run_layer(layer, hidden_states, own_losses, attention_mask=mask, step=t, **kwargs)
 
 
 class AdaptiveUniversal(Universal):
-    """The same with as many steps as a token needs. It halts at the first step N with p_1 + ... + p_N >= 1 - epsilon.
+    """One layer that runs for as many steps as a token needs. A token halts at the first step N with p_1 + ... + p_N >= 1 - epsilon.
 
     p_t = sigmoid(w H_t + b), except in the last possible step, where it is 1. With R = 1 - p_1 - ... - p_{N-1}, the
     output is p_1 H_1 + ... + p_{N-1} H_{N-1} + R H_N. A halted token is copied from step to step, so that later tokens
@@ -81,8 +91,8 @@ class AdaptiveUniversal(Universal):
         output = torch.zeros_like(hidden_states)
         running = torch.ones_like(spent, dtype=torch.bool)
         for t, mask in enumerate(masks):
-            made = self.step(t, layer, hidden_states, mask, positions, **kwargs)
-            hidden_states = torch.where(running[..., None], made, hidden_states)
+            after_step = self.step(t, layer, hidden_states, mask, positions, **kwargs)
+            hidden_states = torch.where(running[..., None], after_step, hidden_states)
             p = upcast(self.halt(hidden_states)[..., 0]).sigmoid()
             ends = running & ((spent + p >= 1 - self.epsilon) | (t == len(masks) - 1))
             cost = cost + running + torch.where(ends, 1 - spent, 0.0)

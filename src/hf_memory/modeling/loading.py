@@ -37,8 +37,8 @@ def load_config(name: str | Path) -> PreTrainedConfig:
     """
     with _explained(f"the config of {name} must describe a model that can be built"):
         described = PreTrainedConfig.get_config_dict(name)[0]
-        kept = _files(name)
-    tensors = sum(len(safe_open(file, "pt").keys()) for file in kept)
+        files = _files(name)
+    tensors = sum(len(safe_open(file, "pt").keys()) for file in files)
     if (depth := _depth(described)) > max(DEEPEST, tensors):
         raise ValueError(
             f"{name} must have a tensor for each layer of its config, got {depth:,} and {tensors} tensors"
@@ -53,11 +53,10 @@ def load_config(name: str | Path) -> PreTrainedConfig:
             return config
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-    size = sum(file.stat().st_size for file in kept)
-    bits = (
-        1 if getattr(config, "quantization_config", None) else 8
-    )  # the fewest that a parameter takes
-    if kept and parameters * bits > size * 8:
+    size = sum(file.stat().st_size for file in files)
+    # the fewest bits that a parameter takes
+    bits = 1 if getattr(config, "quantization_config", None) else 8
+    if files and parameters * bits > size * 8:
         raise ValueError(
             f"{name} must have the weights of its config, got {parameters:,} in files of {size:,} bytes"
         )
@@ -118,8 +117,8 @@ def _files(name: str | Path) -> list[Path]:
     for file in files:
         if Path(file).name != file:
             raise ValueError(f"weight_map must name files in the folder of {name}, got {file}")
-    found = [_local(name, file) for file in files]
-    return [] if None in found else found
+    paths = [_local(name, file) for file in files]
+    return [] if None in paths else paths
 
 
 def _local(name: str | Path, file: str) -> Path | None:

@@ -119,8 +119,8 @@ class AttentionWindow(PreTrainedConfig):
     @property
     def kept_tokens(self) -> list[int]:
         """The `num_kept_tokens` of each layer."""
-        kept = self.num_kept_tokens
-        return kept if isinstance(kept, list) else [kept] * self.num_hidden_layers
+        number = self.num_kept_tokens
+        return number if isinstance(number, list) else [number] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Check the window, too."""
@@ -262,5 +262,5 @@ class ProductKeys(PreTrainedConfig):
         )
         check(self.product_key_dim % 2 == 0, "product_key_dim", "even", self.product_key_dim)
         most = self.num_product_keys
-        found = self.product_key_top_k
-        check(found <= most, "product_key_top_k", f"at most num_product_keys={most}", found)
+        top_k = self.product_key_top_k
+        check(top_k <= most, "product_key_top_k", f"at most num_product_keys={most}", top_k)

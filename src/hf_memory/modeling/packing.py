@@ -58,8 +58,8 @@ def packed_boundaries(
 def _boundaries(is_another: Tensor) -> Tensor:
     """Boundaries [N + 1] int32, from whether each token [B, T - 1] is of another sequence than the one before it."""
     starts = F.pad(is_another, (1, 0), value=True)
-    places = starts.flatten().nonzero().flatten()
-    return F.pad(places, (0, 1), value=starts.numel()).to(torch.int32)
+    boundaries = starts.flatten().nonzero().flatten()
+    return F.pad(boundaries, (0, 1), value=starts.numel()).to(torch.int32)
 
 
 def _check_cu_seq_lens(cu_seqlens: Tensor, B: int, T: int) -> None:

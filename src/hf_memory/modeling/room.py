@@ -51,12 +51,12 @@ def _weights(config: Any, parts: tuple[Callable[[], nn.Module], ...]) -> int:
     """Bytes of the embedding and of some parts."""
     try:
         with torch.device("meta"):
-            made = [make() for make in parts]
+            modules = [make() for make in parts]
     except RuntimeError as error:  # a tensor of more bytes than 64 bits can count
         raise ValueError(
             f"the config must describe a model that fits into memory, got {error}"
         ) from error
-    numbers = sum(x.numel() for part in made for x in (*part.parameters(), *part.buffers()))
+    numbers = sum(x.numel() for part in modules for x in (*part.parameters(), *part.buffers()))
     return (numbers + config.vocab_size * config.hidden_size) * torch.get_default_dtype().itemsize
 
 

@@ -79,8 +79,8 @@ class Rwkv7DecoderLayer(base.MemoryDecoderLayer):
         if not isinstance(self.mixer, Rwkv7Mixer):
             return super().forward(hidden_states, **kwargs), first_values
         width = hidden_states.shape[-1]
-        made, _ = self.mixer(torch.cat([hidden_states, first_values], dim=-1), **kwargs)
-        return hidden_states + made[..., :width], made[..., width:]
+        output, _ = self.mixer(torch.cat([hidden_states, first_values], dim=-1), **kwargs)
+        return hidden_states + output[..., :width], output[..., width:]
 
 
 class Rwkv7Model(base.MemoryModel):

@@ -26,14 +26,9 @@ from hf_memory.modeling.depth import (
 )
 from hf_memory.modeling.room import check_room
 
-OWN = ("memory", "sliding_heads")  # layer types that this family computes itself
-BY_HEAD = (
-    "content_bias",
-    "distance_bias",
-    "distance_proj",
-    "rate",
-    "bound",
-)  # parameters with a part for each head
+COMPUTED_HERE = ("memory", "sliding_heads")  # layer types that this family computes itself
+# Parameters of relations that have a part for each head.
+BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")
 
 
 @strict
@@ -172,11 +167,11 @@ class MemoryTransformerConfig(MemoryConfig):
     @property
     def takes_first_tokens(self) -> bool:
         """Whether a layer can see the first tokens; a memory layer can with a pattern or a past that does."""
-        return not set(OWN).isdisjoint(self.layer_types)
+        return not set(COMPUTED_HERE).isdisjoint(self.layer_types)
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer of a layer."""
-        if self.layer_types[layer_idx] in OWN:
+        if self.layer_types[layer_idx] in COMPUTED_HERE:
             return mixer_of(self, layer_idx)
         return super().mixer_class(layer_idx)
 
@@ -202,11 +197,11 @@ class MemoryTransformerConfig(MemoryConfig):
         check_each(self, "past", self.pasts, tuple(PASTS))
         check_each(self, "span_limits", self.span_limits or self.layer_types)
         check_numbers({"span_limits": min(self.span_limits or [1])})
-        is_alone = position not in (*RELATIONS, "forget") or {*self.layer_types} <= {*OWN}
+        is_alone = position not in (*RELATIONS, "forget") or {*self.layer_types} <= {*COMPUTED_HERE}
         check(
             is_alone,
             "layer_types",
-            f"only {' and '.join(OWN)} with position={position!r}",
+            f"only {' and '.join(COMPUTED_HERE)} with position={position!r}",
             self.layer_types,
         )
         if position in RELATIONS:
@@ -290,7 +285,12 @@ class MemoryTransformerConfig(MemoryConfig):
                     getattr(self, name),
                 )
             kind = self.layer_types[0]
-            check(kind in OWN, "layer_types", f"{' or '.join(OWN)} with depth='universal'", kind)
+            check(
+                kind in COMPUTED_HERE,
+                "layer_types",
+                f"{' or '.join(COMPUTED_HERE)} with depth='universal'",
+                kind,
+            )
             return
         here = "with depth='reversible'"
         check(
@@ -320,9 +320,8 @@ class MemoryTransformerModel(base.MemoryModel):
         self.recurrence: Any = None
         if config.depth == "universal":
             self.layers = self.layers[:1]
-            self.recurrence = (AdaptiveUniversal if config.adaptive_computation else Universal)(
-                config
-            )
+            recurrence = AdaptiveUniversal if config.adaptive_computation else Universal
+            self.recurrence = recurrence(config)
         self.post_init()
 
     @torch.no_grad()
@@ -348,9 +347,9 @@ class MemoryTransformerModel(base.MemoryModel):
         self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs
     ) -> Tensor:
         """Add embedded positions and run the layers as `depth` says; see `MemoryModel.run_layers`."""
-        positions = (
-            0 if self.embed_positions is None else self.embed_positions(kwargs["position_ids"])
-        )
+        positions = 0
+        if self.embed_positions is not None:
+            positions = self.embed_positions(kwargs["position_ids"])
         if self.recurrence is not None:
             return self.recurrence(
                 self.layers[0], hidden_states, masks, positions, own_losses=own_losses, **kwargs

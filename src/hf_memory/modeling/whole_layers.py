@@ -31,11 +31,9 @@ class WholeLayersConfig(MemoryConfig):
 
     def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
         """No norms around the mixer of memory layers, which has its own."""
-        return (
-            ("", "", "", "")
-            if self.layer_types[layer_idx] == "memory"
-            else super().norms(layer_idx)
-        )
+        if self.layer_types[layer_idx] == "memory":
+            return "", "", "", ""
+        return super().norms(layer_idx)
 
     def validate_architecture(self):
         """Refuse options that memory layers do not support, too."""

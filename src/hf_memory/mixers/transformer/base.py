@@ -129,12 +129,15 @@ class TransformerMixer(MemoryMixer):
         ), past.states
 
     def read(
-        self, kept: Everything | Window, hidden_states: Tensor, context: Context
+        self, cached: Everything | Window, hidden_states: Tensor, context: Context
     ) -> tuple[Tensor, Tokens, Past]:
-        """Queries [B, T, HQ, D], their places, and what is kept with their keys and values; also `tokens_read` [B]."""
+        """Queries [B, T, HQ, D], their positions, and what the layer holds of the past, including their keys and values.
+
+        The states of the past are those of `cached`, and `tokens_read` [B].
+        """
         q, k, v = self.projected(hidden_states, context)
         tokens, tokens_read = context.places(k)
-        past = kept.read(k, v, tokens, context)
+        past = cached.read(k, v, tokens, context)
         return q, tokens, past._replace(states=past.states | {"tokens_read": tokens_read})
 
     def attend_near(self, q: Tensor, tokens: Tokens, near: Columns) -> Attended:
@@ -148,11 +151,9 @@ class TransformerMixer(MemoryMixer):
         q, k, v = self.project_heads(hidden_states, context.positions)
         pattern = pattern_of(self.config, self.layer_idx)
         self.check_split(q, 1 if pattern is None else pattern.kinds)
-        return (
-            (q, k, v)
-            if self.forget is None
-            else self.forget.extend(q, k, v, self.forget.sums(hidden_states, context))
-        )
+        if self.forget is None:
+            return q, k, v
+        return self.forget.extend(q, k, v, self.forget.sums(hidden_states, context))
 
     def check_split(self, q: Tensor, kinds: int) -> None:
         """Raise an error if tensor parallelism separates heads [B, T, HQ, D] that see different tokens."""

@@ -215,12 +215,12 @@ class RoutingMixer(TransformerMixer):
         (near_q, q), (near_v, v) = (_alternating(x, v.shape[2]) for x in (q, v))
         near_k = self.by_head(self.k_proj(hidden_states))
         near_q, near_k = self.rotate(near_q, near_k, context.positions)
-        near, kept = window_attention(
+        near, near_states = window_attention(
             near_q, near_k, near_v, context, _near(self.config), Scores(self.scaling)
         )
         routed, states = in_buckets(self, q, v, self.buckets, context)
         both = [x.unflatten(2, (-1, self.num_key_value_groups)) for x in (near, routed)]
-        return torch.stack(both, 3).flatten(2, 4), states | kept
+        return torch.stack(both, 3).flatten(2, 4), states | near_states
 
     def buckets(self, x: Tensor) -> Tensor:
         """See `in_buckets`."""
