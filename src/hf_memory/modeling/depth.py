@@ -65,8 +65,9 @@ class Universal(nn.Module):
 
 
 class AdaptiveUniversal(Universal):
-    """One layer that runs for as many steps as a token needs. A token halts at the first step N with p_1 + ... + p_N >= 1 - epsilon.
+    """One layer that runs for as many steps as a token needs.
 
+    A token halts at the first step N with p_1 + ... + p_N >= 1 - epsilon, where
     p_t = sigmoid(w H_t + b), except in the last possible step, where it is 1. With R = 1 - p_1 - ... - p_{N-1}, the
     output is p_1 H_1 + ... + p_{N-1} H_{N-1} + R H_N. A halted token is copied from step to step, so that later tokens
     find its keys and values. Its ponder cost is N + R. https://arxiv.org/abs/1603.08983.

@@ -131,7 +131,7 @@ class TransformerMixer(MemoryMixer):
     def read(
         self, cached: Everything | Window, hidden_states: Tensor, context: Context
     ) -> tuple[Tensor, Tokens, Past]:
-        """Queries [B, T, HQ, D], their positions, and what the layer holds of the past, including their keys and values.
+        """Queries [B, T, HQ, D], their positions, and the past with their keys and values.
 
         The states of the past are those of `cached`, and `tokens_read` [B].
         """
