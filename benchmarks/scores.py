@@ -87,21 +87,20 @@ def tell(progress: Progress) -> None:
 
 
 def table(known: record.Record) -> str:
-    """A row for the teacher's scores, and one for each student's with their win-and-tie rates."""
-    found = {name: row["found"] for name, row in known["models"].items()}
-    scores = {name: record.scores_of(x) for name, x in found.items()}
-    columns = [["student", *found]]
-    columns += [[kind, *(_cell(x.get(kind)) for x in scores.values())] for kind in scores[TEACHER]]
-    totals = [x.get(SUMMARY, {}).get(ALL) for x in found.values()]
-    columns.append(["all that the teacher can answer", *(_cell(total) for total in totals)])
-    header, *rows = zip(*columns)
-    return markdown(header, rows)
+    """A row for each model: its score, how often it wins or ties, and in which kind least often."""
+    header = ("student", "score", "wins or ties", "least often in")
+    return markdown(header, [[name, *_cells(x["found"])] for name, x in known["models"].items()])
 
 
-def _cell(row: dict | None) -> str:
-    if row is None:
-        return ""
-    return f"{row[SCORE]['value']:.2f}" + (f", {row[WIN]['value']:.0%}" if RATIO in row else "")
+def _cells(found: Found) -> list[str]:
+    scores = record.scores_of(found)
+    of_all = found.get(SUMMARY, {}).get(ALL)
+    if of_all is None:  # the teacher, whose mean is of the kinds that it can answer
+        return ["", "", ""]
+    rates = {kind: row[WIN]["value"] for kind, row in scores.items() if RATIO in row}
+    kind = min(rates, key=rates.__getitem__)
+    total = f"{of_all[SCORE]['value']:.2f}"
+    return [total, f"{of_all[WIN]['value']:.0%}", f"{kind}: {rates[kind]:.0%}"]
 
 
 def write(length: int, known: record.Record) -> None:
