@@ -138,6 +138,25 @@ def test_a_run_file_has_the_names_of_flags(tmp_path):
     assert load("convert").make_context("convert", flags).params["teacher_bits"] == 8
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "research"], ids=name_of
+)
+def test_tables_of_research_notes_fit_a_screen(page):
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert [row for row in rows if row.count("|") - 1 > 6] == []
+
+
+def test_pictures_of_research_notes_have_lines_that_can_be_told_apart(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    draw_notes = import_module("draw_notes")
+    pages = sorted((ROOT / "docs" / "research").glob("*.md"))
+    found = [picture for page in pages for picture in draw_notes.pictures(page)]
+    assert found
+    for picture in found:
+        assert picture.file.exists()
+        assert all(len(values) == len(picture.places) for values in picture.rows.values())
+
+
 def test_pictures_are_those_of_the_script():
     names: dict = {"__name__": "draw", "__file__": str(ROOT / "docs" / "draw.py")}
     exec((ROOT / "docs" / "draw.py").read_text(encoding="utf-8"), names)

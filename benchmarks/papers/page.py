@@ -7,6 +7,7 @@ from pathlib import Path
 from claim import RESULTS, Claim, Rows
 
 NOTES = Path(__file__).parents[2] / "docs" / "research"
+WIDEST = 6  # columns of a table that a screen has room for
 HEAD = """# Claims: does each memory do what its paper says?
 
 Small models on one CPU core, with several seeds for most figures. `make claims` runs all claims and continues where it
@@ -85,11 +86,24 @@ def section(claim: Claim, rows: Rows) -> str:
         f"**Verdict: {verdict}.** {why[:1].upper()}{why[1:]}.",
     ]
     if rows:
-        parts.append(markdown(claim.table(rows)))
+        parts += narrow(claim.table(rows))
     if (RESULTS / f"{claim.name}.png").exists():
         parts.append(f"![{claim.title}](../../benchmarks/results/claims/{claim.name}.png)")
     parts.append(f"`python benchmarks/papers {claim.name}`: {claim.minutes:g} minutes of one core.")
     return "\n\n".join(parts) + "\n"
+
+
+def narrow(rows: Rows) -> list[str]:
+    """A table in parts of at most WIDEST columns, each with the first one; lines without figures are left out."""
+    first, *others = rows[0]
+    parts = []
+    for start in range(0, len(others), WIDEST - 1):
+        columns = others[start : start + WIDEST - 1]
+        lines = [{name: row.get(name, "") for name in (first, *columns)} for row in rows]
+        parts.append(
+            markdown([line for line in lines if any(line[name] != "" for name in columns)])
+        )
+    return parts
 
 
 def markdown(rows: Rows) -> str:
