@@ -43,8 +43,9 @@ def smallest_student(
 ) -> list[Tried]:
     """Measure untrained students in which a share of the heads keeps everything, up to the first that is near enough.
 
-    They come in the order of their caches, with 4 to 50 % of the heads, those that come first in `ranked_heads`, and
-    with windows and kept tokens of as many bytes as 128, 256 and 512 tokens, or with the window of recipe or teacher.
+    The student with the smallest cache is measured first. In each, 4 to 50 % of the heads keep everything, which
+    are the first ones of `ranked_heads`; the other heads have windows and kept tokens of as many bytes as 128, 256 and
+    512 tokens, or the window of the recipe or the teacher.
 
     Args:
         recipe: the recipe of the student, whose `keep` is not used.
