@@ -37,13 +37,14 @@ SMALL = {
     "kept_block_size": 4,
     "num_memory_slots": 5,
 }
-TOKENS = torch.randint(3, 24, (1, 30), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(3, 24, (1, 20), generator=torch.Generator().manual_seed(0))
 
 
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 BY_LAYER = [  # options that say of each layer what it has: in a model of one layer only one of them can have an effect
-    {"position", "no_rope_layers", "local_rope_layers", "rope_parameters"},
-    {"mlp_types", "mlp_bias", "hidden_act", *EXPERT_SIZES},
+    {"position", "no_rope_layers", "rope_parameters"},
+    {"position", "local_rope_layers", "rope_parameters"},
+    {"mlp_types", "hidden_act", *EXPERT_SIZES},
     {"max_span", "span_ramp", "span_limits"},  # limits are set for learned spans
 ]
 NOT_TESTED = {  # of the options that all families share, and of the Memory Transformer's
@@ -241,6 +242,29 @@ OF_FAMILIES["hf_memory_deltaformer", "sliding_memory"] = [
     *OF_FAMILIES["hf_memory_deltaformer", "memory"],
     *WINDOW,
 ]
+BIASES = changes(attention_bias=[True], attention_output_bias=[True])
+NORMED = changes(num_attention_heads=[2], num_key_value_heads=[4], use_qk_norm=[True])
+OF_FAMILIES["hf_memory_linear", "memory"] = [
+    *OUTSIDE,
+    *BIASES,
+    *NORMED,
+    *changes(head_dim=[6], memory_rope=[True], normalize=[False], output_norm=[True]),
+    *changes(feature_map=["relu", "exp", "dpfp", "hedgehog", "taylor"]),
+    *changes({"feature_dim": 6}, feature_map=["favor", "rfa"]),
+    *changes({"feature_map": "favor"}, feature_dim=[4]),
+]
+OF_FAMILIES["hf_memory_mosaic", "memory"] = [
+    *changes(num_attention_heads=[2], head_dim=[6], intermediate_size=[8]),
+    *changes(final_logit_softcapping=[1.0], residual_multiplier=[0.5], attention_bias=[True]),
+    *changes(attention_output_bias=[True], rms_norm_eps=[0.3], norm_placement=["post"]),
+]
+OF_FAMILIES["hf_memory_rwkv7", "memory"] = [
+    *changes(num_attention_heads=[2], head_dim=[6], intermediate_size=[8]),
+    *changes(final_logit_softcapping=[1.0], residual_multiplier=[0.5], attention_bias=[True]),
+    *changes(attention_output_bias=[True], layer_norm_eps=[0.3], norm_placement=["post"]),
+    *changes(decay_low_rank_dim=[3], a_low_rank_dim=[3], gate_low_rank_dim=[3]),
+    *changes(allow_negative_eigenvalues=[True]),
+]
 FAMILY = {family.config.model_type: family for family in FAMILIES}
 
 
@@ -351,9 +375,8 @@ def sets_of(layer: Layer, all_changes: list[Change]):
         yield chosen, [x for x in chosen if x.name in {name for pair in new for name in pair}]
 
 
-LAYERS = [("hf_memory_deltanet", kind) for kind in OF_LAYERS] + [
-    ("hf_memory_deltaformer", "sliding_memory")
-]
+LAYERS = [*(("hf_memory_deltanet", kind) for kind in OF_LAYERS)]
+LAYERS += [pair for pair in OF_FAMILIES if pair[0] != "hf_memory_transformer"]
 
 
 @pytest.mark.parametrize(("family", "kind"), LAYERS)
@@ -366,6 +389,21 @@ def test_each_of_two_options_has_an_effect_or_both_are_refused(family, kind):
         if useless:
             ignored.append((useless, [x.name for x in chosen]))
     assert not ignored
+
+
+REFUSED = [
+    ("linear", {"no_rope_layers": [0], "local_rope_layers": [1], "local_rope_parameters": ROPE}),
+    ("linear", {"mlp_types": ["experts"], "mlp_bias": True}),
+    ("rwkv7", {"residual_multiplier": 0.5}),
+    ("rwkv7", {"norm_placement": "post"}),
+    ("mosaic", {"norm_placement": "post"}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), REFUSED)
+def test_what_no_layer_would_use_is_refused_by_name(family, options):
+    with pytest.raises(ValueError, match=f"({'|'.join(options)}) must be"):
+        FAMILY[f"hf_memory_{family}"].config(**SMALL, **options)
 
 
 def test_every_option_is_changed_or_has_a_reason():

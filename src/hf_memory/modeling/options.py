@@ -75,6 +75,10 @@ class TeacherShape(PreTrainedConfig):
             f"given with local_rope_layers={local}",
             rope,
         )
+        rotates = self.no_rope_layers or self.layer_types
+        is_rotated = not any(own and not turned for own, turned in zip(local or [], rotates))
+        expected = f"0 in layers that no_rope_layers={self.no_rope_layers} does not rotate"
+        check(is_rotated, "local_rope_layers", expected, local)
         if rope is not None:
             check_rope("local_rope_parameters", rope, self.head_dim)
 
@@ -260,6 +264,9 @@ class ProductKeys(PreTrainedConfig):
             f"{self.feed_forwards} for {self.model_type}",
             given,
         )
+        has_mlp = not {"mlp", "mlp_and_memory"}.isdisjoint(given)
+        without = f"False without an MLP, with mlp_types={given}"
+        check(has_mlp or not self.mlp_bias, "mlp_bias", without, self.mlp_bias)  # type: ignore[attr-defined]
         check(self.product_key_dim % 2 == 0, "product_key_dim", "even", self.product_key_dim)
         most = self.num_product_keys
         top_k = self.product_key_top_k

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from hf_memory.mixers.rwkv7 import Rwkv7Mixer
 from hf_memory.modeling import base
+from hf_memory.modeling.checks import check_values
 from hf_memory.modeling.configuration import of_mixers
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 
@@ -67,6 +68,12 @@ class Rwkv7Config(WholeLayersConfig):
                 for x, factor in RANKS.items()
             }
         )
+
+    def validate_architecture(self) -> None:
+        """Refuse a factor that memory layers do not have, too."""
+        super().validate_architecture()
+        if "memory" in self.layer_types:
+            check_values(self, "with memory layers", residual_multiplier=1.0)
 
 
 class Rwkv7DecoderLayer(base.MemoryDecoderLayer):

@@ -39,3 +39,5 @@ class WholeLayersConfig(MemoryConfig):
         """Refuse options that memory layers do not support, too."""
         super().validate_architecture()
         check_values(self, f"for {self.model_type}", memory_rope=False)
+        if {*self.layer_types} == {"memory"}:
+            check_values(self, "without attention layers, which have norms", norm_placement="pre")
