@@ -53,7 +53,6 @@ NOT_TESTED = {  # of the options that all families share, and of the Memory Tran
     "span_loss_weight, ponder_loss_weight": "losses",
     "use_cache, mixer_backend": "speed",
     "pad_token_id, bos_token_id, eos_token_id": "names of tokens",
-    "memory_rope": "memory layers, which have other options in each family",
     "adaptive_computation, halting_epsilon": "models that run a layer more than once: test_depth.py",
 }
 
@@ -254,12 +253,12 @@ OF_FAMILIES["hf_memory_linear", "memory"] = [
     *changes({"feature_map": "favor"}, feature_dim=[4]),
 ]
 OF_FAMILIES["hf_memory_mosaic", "memory"] = [
-    *changes(num_attention_heads=[2], head_dim=[6], intermediate_size=[8]),
+    *changes(num_attention_heads=[2], head_dim=[6]),
     *changes(final_logit_softcapping=[1.0], residual_multiplier=[0.5], attention_bias=[True]),
     *changes(attention_output_bias=[True], rms_norm_eps=[0.3], norm_placement=["post"]),
 ]
 OF_FAMILIES["hf_memory_rwkv7", "memory"] = [
-    *changes(num_attention_heads=[2], head_dim=[6], intermediate_size=[8]),
+    *changes(num_attention_heads=[2], head_dim=[6]),
     *changes(final_logit_softcapping=[1.0], residual_multiplier=[0.5], attention_bias=[True]),
     *changes(attention_output_bias=[True], layer_norm_eps=[0.3], norm_placement=["post"]),
     *changes(decay_low_rank_dim=[3], a_low_rank_dim=[3], gate_low_rank_dim=[3]),
