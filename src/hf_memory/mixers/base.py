@@ -106,15 +106,6 @@ class Context(NamedTuple):
         """Whether the tokens are one sequence a row from its beginning, and none is padding."""
         return not self.states and self.attention_mask is None and self.cu_seqlens is None
 
-    def is_step(self, x: Tensor) -> bool:
-        """Whether x [B, 1, ...] is one new token of each row, which follows others."""
-        return (
-            bool(self.states)
-            and x.shape[1] == 1
-            and self.attention_mask is None
-            and self.cu_seqlens is None
-        )
-
     def grown(self, new: States) -> tuple[States, States]:
         """The entries of states that grow with the text: those of the tokens before, then the new ones [B, T, ...].
 
@@ -148,10 +139,6 @@ class Context(NamedTuple):
         before, after = self.counts(x)
         return self._tokens_after(before, x), after.flatten()
 
-    def tokens(self, x: Tensor) -> Tokens:
-        """The position of each token x [B, T, ...] in its sequence; of a step a view of the state `tokens_read`."""
-        return self._tokens_after(self._read_before(x), x)
-
     def _tokens_after(self, before: Tensor, x: Tensor) -> Tokens:
         T = x.shape[1]
         mask = self.attention_mask
@@ -161,13 +148,6 @@ class Context(NamedTuple):
             return Tokens(before if T == 1 else before + torch.arange(T, device=x.device))
         place = count(mask)
         return Tokens(torch.where(place < 0, -1, before + place))
-
-    def tokens_read(self, x: Tensor) -> Tensor:
-        """The state `tokens_read` [B] including x [B, T, ...]; after the last use of `tokens`, since it may be counted
-        on in place."""
-        if self.uniform_length is not None and self.is_step(x) and not torch.is_grad_enabled():
-            return self.states["tokens_read"].add_(1)
-        return self.counts(x)[1].flatten()
 
 
 class Projections(nn.Module, ABC):

@@ -15,7 +15,7 @@ That received attention tells which tokens will be needed is the observation of 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class KVEviction(NamedTuple):
         numbers = {"number": State(shape, torch.int32), "received": State(shape)}
         return {"keys": State((*shape, D), None), "values": State((*shape, D), None), **numbers}
 
-    def attend(
+    def read_many(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context
     ) -> tuple[Sequence[Tensor], States]:
         """Read new tokens.
@@ -99,13 +99,63 @@ class KVEviction(NamedTuple):
         """
         if context.cu_seqlens is not None:
             apart = [
-                self.attend(q[:, i], k[:, i], v[:, i], scores, alone)[0]
+                self.read_many(q[:, i], k[:, i], v[:, i], scores, alone)[0]
                 for i, alone in context.apart()
             ]
             return [torch.cat(x, 1) for x in zip(*apart)], {}
-        attend = self._token if context.is_step(q) else self._blocks
-        attended, entries = attend(q, k, v, scores, context)
+        attended, entries = self._blocks(q, k, v, scores, context)
         return attended, entries._asdict()
+
+    def read_one(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context
+    ) -> tuple[Sequence[Tensor], States]:
+        """The same for one token of each row, which follows others; the states are changed in place."""
+        hidden: Tensor | None
+        held = Entries(*(context.states[name] for name in Entries._fields))
+        n = self.stay
+        c = self.block
+        position: Any = context.uniform_length
+        seen = held
+        if position is None:
+            position = context.states["tokens_read"][:, None]
+            place = position % c
+            at = (n + place)[:, None]
+            new = (k.transpose(1, 2), v.transpose(1, 2), (position + 1)[:, None])
+            for x, y in zip(held, new):
+                _write(x, at, y)
+            begins = (place == 0)[..., None]
+            ends = (place == c - 1)[..., None]
+            held.received.copy_(torch.where(begins, DECAY * held.received, held.received))
+            hidden = held.number == 0
+            may_end = is_tracing(ends) or ends.device.type != "cpu" or bool(ends.any())
+        else:
+            place = position % c
+            held.keys[:, :, n + place] = k[:, 0]
+            held.values[:, :, n + place] = v[:, 0]
+            held.number[:, :, n + place] = position + 1
+            if place == 0:
+                held.received.mul_(DECAY)
+            seen = held.of(slice(n + place + 1))
+            hidden = None if position - place >= n else seen.number == 0
+            may_end = place == c - 1
+            ends = torch.ones(1, 1, 1, dtype=torch.bool, device=q.device) if may_end else None
+        keys = seen.keys.to(k.dtype)
+        values = seen.values.to(v.dtype)
+        attended, weights = self._attended(
+            q, seen._replace(keys=keys, values=values), hidden, scores
+        )
+        seen.received.add_(weights)
+        if may_end:
+            self._end_blocks(held, ends)
+        return attended, {}
+
+    def _end_blocks(self, held: Entries, ends: Tensor) -> None:
+        """Keep, in place, the best entries of rows whose blocks end, [B or 1, 1, 1] bool."""
+        n = self.stay
+        best = self._after(held, ends)
+        for x, stay in zip(held, best):
+            x[:, :, :n] = stay
+            x[:, :, n:].masked_fill_(expand_dims_like(ends, x), 0)
 
     def _entries(self, k: Tensor, context: Context) -> Entries:
         if context.states:
@@ -173,49 +223,6 @@ class KVEviction(NamedTuple):
             block.without((block.number == 0) | (last >= len(place))[:, None])
         )
 
-    def _token(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
-        """The same as `_blocks` for one token of each row."""
-        entries = self._entries(k, context)
-        if context.uniform_length is not None and not torch.is_grad_enabled():
-            return self._step(entries, q, k, v, scores, context.uniform_length)
-        before = context.counts(q)[0]
-        c = self.block
-        at = (self.stay + before % c)[:, None]
-        new = (k.transpose(1, 2), v.transpose(1, 2), (before + 1)[:, None].int())
-        keys, values, number = (_written(x, at, y) for x, y in zip(entries, new))
-        attended, weights = self._attended(
-            q, Entries(keys, values, number, at), number == 0, scores
-        )
-        begins, ends = ((before % c == edge)[..., None] for edge in (0, c - 1))
-        received = torch.where(begins, DECAY * entries.received, entries.received) + weights
-        entries = Entries(keys, values, number, received.to(entries.received.dtype))
-        if not is_tracing(ends) and ends.device.type == "cpu" and not ends.any():
-            return attended, entries
-        block = entries.of(slice(self.stay, None)).without(ends)
-        return attended, self._after(entries, ends).with_block(block)
-
-    def _step(
-        self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scores: Scores, position: int
-    ):
-        """The same for one token of each row at a position that all have, in place."""
-        n = self.stay
-        place = position % self.block
-        entries.keys[:, :, n + place] = k[:, 0]
-        entries.values[:, :, n + place] = v[:, 0]
-        entries.number[:, :, n + place] = position + 1
-        if place == 0:
-            entries.received.mul_(DECAY)
-        seen = entries.of(slice(n + place + 1))
-        hidden = None if position - place >= n else seen.number == 0
-        attended, weights = self._attended(q, seen, hidden, scores)
-        seen.received.add_(weights)
-        if place == self.block - 1:
-            left = self._after(entries, torch.ones(1, 1, 1, dtype=torch.bool, device=q.device))
-            for old, new in zip(entries, left):
-                old[:, :, :n] = new
-                old[:, :, n:] = 0
-        return attended, entries
-
     def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):
         """Attention of a query of each row [B, 1, HQ, D] to entries, except for hidden ones [B, H, n].
 
@@ -237,8 +244,7 @@ class KVEviction(NamedTuple):
         return entries.select(places_that_stay(*given, self.stay, self.first, self.size))
 
 
-def _written(x: Tensor, at: Tensor, new: Tensor) -> Tensor:
-    """Entries x [B, H, n, ...] with a new one [B, 1 or H, 1, ...] at places [B, 1, 1]."""
+def _write(x: Tensor, at: Tensor, new: Tensor) -> None:
+    """Write into entries x [B, H, n, ...] a new one [B, 1 or H, 1, ...] at places [B, 1, 1]."""
     new = new.to(x.dtype).expand(-1, x.shape[1], *new.shape[2:])
-    write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
-    return write(x, 2, expand_dims_like(at, x).expand_as(new), new)
+    x.scatter_(2, expand_dims_like(at, x).expand_as(new), new)

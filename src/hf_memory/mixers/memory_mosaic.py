@@ -80,7 +80,9 @@ class MemoryMosaicMixer(MemoryMixer):
         )
         key, value = (self.by_head(y) for y in before.chunk(2, -1))
         tokens, states["tokens_read"] = context.places(x)
-        past = Everything().read(key, self.value_average(value, self.by_head(v)), tokens, context)
+        past = Everything().read_many(
+            key, self.value_average(value, self.by_head(v)), tokens, context
+        )
         o = full_attention(k, tokens, past.near._replace(sees=completed), Scores(1.0))
         o = o * (tokens.position > 0)[..., None, None]
         return self.o_proj(o.flatten(2)), states | past.states

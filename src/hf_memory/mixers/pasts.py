@@ -12,8 +12,25 @@ from hf_memory.mixers.base import Context
 from hf_memory.ops.layout import expand_dims_like, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 
-# Keys and values [B, S, H, D] that a token sees, and which of them exist, [B, 1, 1, S] bool; None: all.
-Seen = tuple[Tensor, Tensor, Tensor | None]
+
+class Seen(NamedTuple):
+    """What one token of each row sees, itself included."""
+
+    keys: Tensor  # [B, S, H, D]
+    values: Tensor  # [B, S, H, D]
+    visible: Tensor | None  # [B, 1, 1, S] bool, which of them exist; None: all
+    left: Any = (
+        None  # key and value [B, 1, H, D] of the token that leaves a ring, if they are asked for
+    )
+
+    def without(self, lead: int) -> "Seen":
+        """The same without the first entries."""
+        visible = None if self.visible is None else self.visible[..., lead:]
+        return Seen(self.keys[:, lead:], self.values[:, lead:], visible, self.left)
+
+    def blocks(self, q: Tensor) -> Blocks:
+        """Queries [B, 1, HQ, D] with what they see, for scores that do not depend on positions."""
+        return Blocks(q, self.keys, self.values, self.visible, None, None, is_step=True)  # type: ignore[arg-type]
 
 
 class Past(NamedTuple):
@@ -24,15 +41,10 @@ class Past(NamedTuple):
     states: States
     keys: Any  # [B, kept + T, H, D], of all tokens that are kept and the new ones
     values: Any
-    is_step: bool = False  # whether a single query of each row sees `near`, whatever its mask says
-    visible: Tensor | None = None  # [B, 1, 1, S] bool, the columns that exist then; None: all
 
     def blocks(self, q: Tensor, queries: Tokens) -> list[Blocks]:
-        """Queries [B, T, HQ, D] with what they see, for scores without a relation; see `near_blocks`."""
-        if not self.is_step:
-            return near_blocks(q, queries, self.near, self.first)
-        (place, _), keys, values, _ = self.near
-        return [Blocks(q, keys, values, self.visible, queries.position, place, is_step=True)]
+        """Queries [B, T, HQ, D] with what they see; see `near_blocks`."""
+        return near_blocks(q, queries, self.near, self.first)
 
 
 class Everything(NamedTuple):
@@ -49,7 +61,7 @@ class Everything(NamedTuple):
         shapes |= {"positions": State((), torch.int32, "token", absent=-1)}
         return {f"{self.prefix}{name}": state for name, state in shapes.items()}
 
-    def read(
+    def read_many(
         self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None
     ) -> Past:
         """Add the new tokens, keys and values [B, T, H, D]; the states have no entries that precede them."""
@@ -57,37 +69,30 @@ class Everything(NamedTuple):
         past, states = context.grown({f"{self.prefix}{name}": x for name, x in new.items()})
         keys, values, position = past.values()
         near = Columns(Tokens(position, tokens.sequence), keys, values)
-        return Past(
-            near,
-            None,
-            states,
-            keys,
-            values,
-            context.is_step(k) and context.uniform_length is not None,
-        )
+        return Past(near, None, states, keys, values)
 
-    def step(
-        self, states: States, k: Tensor, v: Tensor, uniform_length: int | None, always: Any = None
-    ) -> Seen:
-        """Add one token of each row to the states. What is seen begins with the entry `always` [1, 1, H, D]."""
-        token = {"keys": k, "values": v, "positions": states["tokens_read"][:, None].int()}
-        grown = {f"{self.prefix}{name}": x for name, x in token.items()}
-        grown = {
-            name: torch.cat([states[name], x.to(states[name].dtype)], 1)
-            for name, x in grown.items()
-        }
-        states |= grown
-        keys, values, position = grown.values()
-        keys = keys.to(k.dtype)
-        values = values.to(v.dtype)
-        visible = None if uniform_length is not None else (position >= 0)[:, None, None]
+    def read_one(self, k: Tensor, v: Tensor, context: Context, always: Any = None) -> Seen:
+        """Add one token of each row [B, 1, H, D] to the states, in their dict.
+
+        What is seen begins with the entry `always` [1, 1, H, D], if there is one.
+        """
+        states = context.states
+        new = {"keys": k, "values": v, "positions": states["tokens_read"][:, None].int()}
+        for name, x in new.items():
+            old = states[f"{self.prefix}{name}"]
+            states[f"{self.prefix}{name}"] = torch.cat([old, x.to(old.dtype)], 1)
+        keys = states[f"{self.prefix}keys"].to(k.dtype)
+        values = states[f"{self.prefix}values"].to(v.dtype)
+        visible = None
+        if context.uniform_length is None:
+            visible = (states[f"{self.prefix}positions"] >= 0)[:, None, None]
         if always is None:
-            return keys, values, visible
+            return Seen(keys, values, visible)
         keys, values = (
             torch.cat([x.to(y.dtype).expand(len(y), -1, -1, -1), y], 1)
             for x, y in zip(always, (keys, values))
         )
-        return keys, values, None if visible is None else F.pad(visible, (1, 0), value=True)
+        return Seen(keys, values, None if visible is None else F.pad(visible, (1, 0), value=True))
 
 
 class Window(NamedTuple):
@@ -121,7 +126,7 @@ class Window(NamedTuple):
             for name in ("keys", "values")
         }
 
-    def read(
+    def read_many(
         self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, *, reach: int | None = None
     ) -> Past:
         """Add the new tokens, keys and values [B, T, H, D], which see at most `reach` tokens of the window."""
@@ -187,77 +192,41 @@ class Ring(NamedTuple):
         shape = self.lead + self.first + self.size, heads, D
         return {f"{self.prefix}{name}": State(shape, None) for name in ("keys", "values")}
 
-    def read(
+    def read_many(
         self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None
     ) -> Past:
         """Add the new tokens, keys and values [B, T, H, D], to states that begin with those of `always`
         [1, lead, H, D]."""
         new = {f"{self.prefix}keys": k, f"{self.prefix}values": v}
-        if self.lead:
-            states = context.states | {
-                name: context.states[name][:, self.lead :] for name in new if context.states
-            }
-            past = self._read(new, tokens, context._replace(states=states))
-            lead = (x.to(k.dtype).expand(len(k), -1, -1, -1) for x in always)
-            return past._replace(
-                states={n: torch.cat([x, y], 1) for x, (n, y) in zip(lead, past.states.items())}
-            )
-        if context.is_step(k):
-            (keys, values), new = self._step(new, context)
-            return self._seen_by_one(new, keys, values, tokens, context.uniform_length)
-        return self._read(new, tokens, context)
-
-    def _read(self, new: States, tokens: Tokens, context: Context) -> Past:
-        (keys, values), states = self._extend(new, context)
+        if self.lead and context.states:
+            ours = {name: context.states[name][:, self.lead :] for name in new}
+            context = context._replace(states=context.states | ours)
+        (keys, values), states = self.extend(new, context)
         sees = causal & window(self.size)
         near = columns(tokens, context.states.get("tokens_read"), keys[:, 1:], values[:, 1:], sees)
-        first = (
-            self._first_tokens(keys[:, self.size :], values[:, self.size :], states, context)
-            if self.first
-            else None
-        )
+        first = None
+        if self.first:
+            among = keys[:, self.size :], values[:, self.size :]
+            first = self._first_tokens(*among, states, context)
+        if self.lead:
+            lead = (x.to(k.dtype).expand(len(k), -1, -1, -1) for x in always)
+            states = {n: torch.cat([x, y], 1) for x, (n, y) in zip(lead, states.items())}
         return Past(near, first, states, keys, values)
 
-    def step(
-        self, states: States, k: Tensor, v: Tensor, uniform_length: int | None, always: Any = None
-    ) -> Seen:
-        """Add one token of each row in place; the states have the entries that precede it."""
-        keys = states[f"{self.prefix}keys"]
-        values = states[f"{self.prefix}values"]
+    def read_one(self, k: Tensor, v: Tensor, context: Context, always: Any = None) -> Seen:
+        """Add one token of each row [B, 1, H, D] in place; the states have the entries that precede it."""
+        left = self.replace({f"{self.prefix}keys": k, f"{self.prefix}values": v}, context)
+        keys = context.states[f"{self.prefix}keys"]
+        values = context.states[f"{self.prefix}values"]
         size = keys.shape[1]
         visible = None
-        if uniform_length is None:
-            position = states["tokens_read"][:, None]
-            place = self.lead + self._places(position)
-            for state, x in ((keys, k), (values, v)):
-                state.scatter_(1, expand_dims_like(place, x).expand_as(x), x.to(state.dtype))
+        if context.uniform_length is None:
+            position = context.states["tokens_read"][:, None]
             visible = (torch.arange(size, device=k.device) <= self.lead + position)[:, None, None]
-        else:
-            here = self.lead + self._place(uniform_length)
-            keys[:, here : here + 1] = k
-            values[:, here : here + 1] = v
-            if (seen := self.lead + uniform_length + 1) < size:
-                keys = keys[:, :seen]
-                values = values[:, :seen]
-        return keys.to(k.dtype), values.to(v.dtype), visible
-
-    def _seen_by_one(
-        self, states: States, keys, values, tokens: Tokens, uniform_length: int | None
-    ) -> Past:
-        size = self.first + self.size
-        if uniform_length is None:
-            place = torch.arange(size, device=tokens.position.device)[None]
-            near = Columns(Tokens(place), *states.values())
-            visible = (place <= tokens.position)[:, None, None]
-        else:
-            seen = (
-                states.values()
-                if uniform_length >= size
-                else [x[:, : uniform_length + 1] for x in states.values()]
-            )
-            near = Columns(tokens, *seen)
-            visible = None
-        return Past(near, None, states, keys, values, True, visible)
+        elif (seen := self.lead + context.uniform_length + 1) < size:
+            keys = keys[:, :seen]
+            values = values[:, :seen]
+        return Seen(keys.to(k.dtype), values.to(v.dtype), visible, left)
 
     def _first_tokens(self, k: Tensor, v: Tensor, states: States, context: Context) -> Columns:
         place = torch.arange(self.first, device=k.device)
@@ -272,14 +241,9 @@ class Ring(NamedTuple):
         """Add new tokens [B, T, ...] by name.
 
         Returns:
-            The tokens with those of the ring in front, [B, size + T, ...] in the order of their positions; for a step
-            only the one that leaves the ring, [B, 1, ...], if `leaves`. And the states after the tokens; none for
-            packed sequences.
+            The tokens with those of the ring in front, [B, size + T, ...] in the order of their positions. And the
+            states after the tokens; none for packed sequences.
         """
-        (x, *_) = new.values()
-        return (self._step if context.is_step(x) else self._extend)(new, context)
-
-    def _extend(self, new: States, context: Context) -> tuple[list[Any], States]:
         (x, *_), states = new.values(), context.states
         seen = {name: F.pad(x, (0, 0) * (x.ndim - 2) + (self.size, 0)) for name, x in new.items()}
         if context.cu_seqlens is not None:
@@ -304,22 +268,23 @@ class Ring(NamedTuple):
             for name, x in new.items()
         }
 
-    def _step(self, new: States, context: Context) -> tuple[list[Any], States]:
-        states = {name: context.states[name].to(x.dtype) for name, x in new.items()}
-        if context.uniform_length is not None and not torch.is_grad_enabled():
-            here = self._place(context.uniform_length)
-            places = [x.narrow(1, here, 1) for x in states.values()]
-            left = [place.clone() if self.leaves else None for place in places]
-            for place, x in zip(places, new.values()):
-                place.copy_(x)
-            return left, states
-        place = self._places(context.states["tokens_read"][:, None])
-        left = [take(x, place) if self.leaves else None for x in states.values()]
-        write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
-        return left, {
-            name: write(states[name], 1, expand_dims_like(place, x).expand_as(x), x)
-            for name, x in new.items()
-        }
+    def replace(self, new: States, context: Context) -> list[Any]:
+        """Write one token of each row [B, 1, ...] by name in place, and return the ones that leave, if `leaves`."""
+        states = context.states
+        left: list[Any] = []
+        if context.uniform_length is None:
+            place = self.lead + self._places(states["tokens_read"][:, None])
+            for name, x in new.items():
+                state = states[name]
+                left.append(take(state, place).to(x.dtype) if self.leaves else None)
+                state.scatter_(1, expand_dims_like(place, x).expand_as(x), x.to(state.dtype))
+            return left
+        here = self.lead + self._place(context.uniform_length)
+        for name, x in new.items():
+            old = states[name][:, here : here + 1]
+            left.append(old.to(x.dtype, copy=True) if self.leaves else None)
+            old.copy_(x)
+        return left
 
     def _place(self, position: int) -> int:
         return (
@@ -371,7 +336,7 @@ def window_attention(
         o [B, T, HQ, D], and the states after the tokens: those of the window, and `tokens_read` [B].
     """
     tokens, tokens_read = context.places(k)
-    past = window.read(k, v, tokens, context, reach=reach)
+    past = window.read_many(k, v, tokens, context, reach=reach)
     groups = near_blocks(q, tokens, past.near, past.first if window.first else always)
     return rows_of(map(scores.attend, groups), q), past.states | {"tokens_read": tokens_read}
 

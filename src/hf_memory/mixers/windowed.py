@@ -5,7 +5,7 @@ learned sink in their place (https://arxiv.org/abs/2309.17453), in one softmax w
 heads can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -30,7 +30,7 @@ from hf_memory.mixers.attention_blocks import (
 from hf_memory.mixers.base import Context, MemoryMixer, Projections
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.kv_eviction import KVEviction
-from hf_memory.mixers.pasts import Everything, Past, Ring
+from hf_memory.mixers.pasts import Everything, Past, Ring, Seen
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
 
@@ -113,7 +113,6 @@ class WindowedMixer(MemoryMixer):
             self.full = _window(config, layer_idx, longer, "full_")._replace(leaves=False)
         parts = (True, self.near_heads), (False, self.full_heads)
         self.parts = [(is_near, _slices(heads)) for is_near, heads in parts if heads]
-        self.reads_step = self.far is None and self.kv_eviction is None and self.softcap is None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -170,65 +169,46 @@ class WindowedMixer(MemoryMixer):
 
     def mix_one(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """See `MemoryMixer.mix_one`."""
-        if not self.reads_step or context.attended is not None:
-            return self.mix(hidden_states, context)
-        where = context.positions, context.states, context.uniform_length
-        return self.step(hidden_states, *where), context.states
-
-    def step(
-        self,
-        hidden_states: Tensor,
-        positions: Positions | None,
-        states: States,
-        uniform_length: int | None,
-    ) -> Tensor:
-        """Read one token of each row after others: the output [B, 1, hidden_size]; the states are changed in place."""
-        q, k, v = self.project_heads(hidden_states, positions)
-        q = q.view(
-            len(q), 1, k.shape[2], -1, self.head_dim
-        )  # the queries of a group are like several tokens
-        if len(self.parts) == 1:
-            o = self._attend_step(*self.parts[0], states, uniform_length, q, k, v)
-        else:
-            o = self._in_order(
-                self._attend_step(
-                    is_near, heads, states, uniform_length, *(_heads(x, heads) for x in (q, k, v))
-                )
-                for is_near, heads in self.parts
-            )
-        states["tokens_read"].add_(1)
-        return self.o_proj(o.flatten(2))
-
-    def _attend_step(
-        self, is_near: bool, heads: list[slice], states: States, uniform_length: int | None, q, k, v
-    ) -> Tensor:
-        past = self.window if is_near else self.full
-        always = None
-        if self.virtual_token is not None and not is_near:
-            always = [_heads(x, heads) for x in self.virtual_token()]
-        keys, values, seen = past.step(states, k, v, uniform_length, always)
-        if (
-            self.sinks is not None and is_near
-        ):  # whose logits are added to the scores of the first key, which is theirs
-            S, H = keys.shape[1:3]
-            added = F.pad(self.sinks()[1].to(keys.dtype).view(1, H, -1, 1), (0, S - 1))
-            seen = added if seen is None else added.masked_fill(~seen, -torch.inf)
-        k = keys.transpose(1, 2)
-        v = values.transpose(1, 2)
-        return F.scaled_dot_product_attention(q[:, 0], k, v, attn_mask=seen, scale=self.scaling)[
-            :, None
-        ]
+        inputs = self.project_heads(hidden_states, None)
+        o, states = self.attend_one(hidden_states, *inputs, context)
+        return self.o_proj(o.flatten(2)), states
 
     def attend(
         self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
     ) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states of `mix`."""
+        tokens, tokens_read = context.places(hidden_states)
+        near = partial(self._near, tokens=tokens)
+        full = partial(self._full, tokens=tokens)
+        o, states = self._attend(hidden_states, q, k, v, context, near, full)
+        return o, states | {"tokens_read": tokens_read}
+
+    def attend_one(
+        self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
+    ) -> tuple[Tensor, States]:
+        """The same for one token of each row that follows others; states that do not grow change in place."""
+        states = dict(context.states)
+        context = context._replace(states=states)
+        o, new = self._attend(hidden_states, q, k, v, context, self._near_one, self._full_one)
+        states["tokens_read"].add_(1)
+        return o, states | new
+
+    def _attend(
+        self,
+        hidden_states: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Context,
+        near: Callable,
+        full: Callable,
+    ) -> tuple[Tensor, States]:
+        """The heads [B, T, HQ, D] and their states, of parts that `near` and `full` read."""
         if self.full_heads and k.shape[2] < len(self.places):
             heads = self.config.full_attention_heads
             raise ValueError(
                 f"full_attention_heads must be None with tensor parallelism, got {heads}"
             )
-        tokens = context.tokens(hidden_states)
         rotated, k = self.rotate(q, k, context.positions)
         outputs: list[Tensor] = []
         states: States = {}
@@ -237,15 +217,14 @@ class WindowedMixer(MemoryMixer):
                 outputs.append(context.attended)
                 continue
             rows = self._of(heads, None if self.far is None else q, rotated, k, v)
-            read = partial(self._near, hidden_states) if is_near else self._full
-            o, new = read(rows, tokens, context, self._virtual(heads, len(k)))
+            read = partial(near, hidden_states) if is_near else full
+            o, new = read(rows, context, heads)
             outputs.append(o)
             states |= new
-        o = outputs[0]
-        if len(outputs) > 1:
-            o = self._in_order(x.unflatten(2, (-1, self.num_key_value_groups)) for x in outputs)
-        states["tokens_read"] = context.tokens_read(hidden_states)
-        return o, states
+        if len(outputs) == 1:
+            return outputs[0], states
+        parts = (x.unflatten(2, (-1, self.num_key_value_groups)) for x in outputs)
+        return self._in_order(parts), states
 
     def _in_order(self, parts: Iterable[Tensor]) -> Tensor:
         """The queries' outputs [B, T, HQ, D] from those of parts of the heads [B, T, n, groups, D]."""
@@ -341,23 +320,17 @@ class WindowedMixer(MemoryMixer):
         )
 
     def _near(
-        self, hidden_states, rows: tuple, tokens: Tokens, context: Context, virtual
+        self, hidden_states, rows: tuple, context: Context, heads: list[slice], tokens: Tokens
     ) -> tuple[Tensor, States]:
         q, rotated, k, v = rows
         if self.kv_eviction is not None:
-            attended: Any
-            memory = self.kv_eviction._replace(backend=self.config.mixer_backend)
-            attended, states = memory.attend(rotated, k, v, self.scores, context)
-            if virtual is not None:
-                attended = joined_softmax(
-                    attended, self.scores.attend_with_mass(Blocks.of(rotated, tokens, virtual))
-                )
-            return self._with_sinks(attended)[0], states
+            return self._attend_kept(self._kept_tokens.read_many, rows, context, heads)
+        virtual = self._virtual(heads, len(k))
         always = virtual and virtual[1:3]
         if self.sinks is not None:
             values, _ = self.sinks()
             always = torch.zeros_like(values), values
-        past = self.window.read(k, v, tokens, context, always)
+        past = self.window.read_many(k, v, tokens, context, always)
         groups = (past if virtual is None else past._replace(first=virtual)).blocks(rotated, tokens)
         if self.far is None and self.sinks is None:
             return rows_of(map(self.scores.attend, groups), rotated), past.states
@@ -366,23 +339,84 @@ class WindowedMixer(MemoryMixer):
         if self.far is None:
             return o, past.states
         leaving, waiting = self._leaving(self.far.gates(hidden_states), past, tokens, context)
+        o, memory = self._with_far(o, logsumexp, q, leaving, context)
+        return o, past.states | waiting | memory
+
+    def _near_one(
+        self, hidden_states, rows: tuple, context: Context, heads: list[slice]
+    ) -> tuple[Tensor, States]:
+        q, rotated, k, v = rows
+        if self.kv_eviction is not None:
+            return self._attend_kept(self._kept_tokens.read_one, rows, context, heads)
+        seen = self.window.read_one(k, v, context)
+        scores = self.scores
+        if self.far is None and (self.sinks is None or scores.is_plain):
+            if self.sinks is not None:
+                seen = self._with_sink_scores(seen)
+            return scores.attend(seen.blocks(rotated)), {}
+        if self.sinks is not None:
+            seen = seen.without(self.window.lead)
+        attended = self._with_sinks(scores.attend_with_mass(seen.blocks(rotated)))
+        if self.far is None:
+            return attended[0], {}
+        key, value = seen.left
+        leaving = self._leaving_one(self.far.gates(hidden_states), key, value, context)
+        return self._with_far(*attended, q, leaving, context)
+
+    def _with_sink_scores(self, seen: Seen) -> Seen:
+        """The logits of sinks as scores that are added to that of the first entry, which is theirs."""
+        S, H = seen.keys.shape[1:3]
+        _, logits = self.sinks()
+        added = F.pad(logits.to(seen.keys.dtype).view(1, H, -1, 1), (0, S - 1))
+        if seen.visible is not None:
+            added = added.masked_fill(~seen.visible, -torch.inf)
+        return seen._replace(visible=added)
+
+    @property
+    def _kept_tokens(self) -> KVEviction:
+        kept: Any = self.kv_eviction
+        return kept._replace(backend=self.config.mixer_backend)
+
+    def _attend_kept(
+        self, read: Callable, rows: tuple, context: Context, heads: list[slice]
+    ) -> tuple[Tensor, States]:
+        """Attention to kept tokens, which `read` reads, with a virtual token or sinks if there are any."""
+        _, rotated, k, v = rows
+        attended, states = read(rotated, k, v, self.scores, context)
+        virtual = self._virtual(heads, len(k))
+        if virtual is not None:
+            tokens = all_tokens(rotated.shape[1], rotated)  # places do not matter: all see it
+            of_virtual = self.scores.attend_with_mass(Blocks.of(rotated, tokens, virtual))
+            attended = joined_softmax(attended, of_virtual)
+        return self._with_sinks(attended)[0], states
+
+    def _with_far(
+        self, o: Tensor, logsumexp: Tensor, q: Tensor, leaving: Leaving, context: Context
+    ) -> tuple[Tensor, States]:
+        """Outputs [B, T, HQ, D] of mass e^logsumexp with those of the memory, and its states."""
         remembered, mass, memory = self.far(q, leaving, context)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
-        return o + share * (remembered - o), past.states | waiting | memory
+        return o + share * (remembered - o), memory
 
     def _full(
-        self, rows: tuple, tokens: Tokens, context: Context, virtual
+        self, rows: tuple, context: Context, heads: list[slice], tokens: Tokens
     ) -> tuple[Tensor, States]:
         _, q, k, v = rows
-        past = self.full.read(k, v, tokens, context, virtual and virtual[1:3])
-        if past.is_step and virtual is None:
-            return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
+        virtual = self._virtual(heads, len(k))
+        past = self.full.read_many(k, v, tokens, context, virtual and virtual[1:3])
         first = past.first if virtual is None else virtual
         W = self.config.full_attention_window
         o = full_attention(
             q, tokens, past.near, self.scores, first=first, window=W, is_whole=context.is_whole
         )
         return o, past.states
+
+    def _full_one(self, rows: tuple, context: Context, heads: list[slice]) -> tuple[Tensor, States]:
+        _, q, k, v = rows
+        always = None
+        if self.virtual_token is not None:
+            always = [_heads(x, heads) for x in self.virtual_token()]
+        return self.scores.attend(self.full.read_one(k, v, context, always).blocks(q)), {}
 
     def _virtual(self, heads: list[slice], rows: int) -> Columns | None:
         """The virtual token of some heads, as often as there are rows; None without one."""
@@ -424,6 +458,22 @@ class WindowedMixer(MemoryMixer):
             tokens.position >= W + self.config.num_sink_tokens
         )  # the first tokens stay visible
         return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), states
+
+    def _leaving_one(self, gates: Tensor, key: Tensor, value: Tensor, context: Context) -> Leaving:
+        """The token of each row that leaves the window for another, given its key and value [B, 1, H, D].
+
+        What determines the write of the other takes its place in the states.
+        """
+        new = {"slot_gates": gates}
+        turns = context.positions is not None and self.rotates
+        if turns:
+            new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)  # type: ignore[union-attr]
+        gates, *angles = self.window.replace(new, context)
+        if turns:
+            key = Positions.of_halves(angles[0]).turn(key)
+        position = context.states["tokens_read"][:, None]
+        is_written = position >= self.config.sliding_window + self.config.num_sink_tokens
+        return Leaving(key, value, gates, is_written)
 
 
 def _kv_eviction(config, layer_idx: int) -> KVEviction:

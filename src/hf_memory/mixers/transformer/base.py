@@ -137,7 +137,7 @@ class TransformerMixer(MemoryMixer):
         """
         q, k, v = self.projected(hidden_states, context)
         tokens, tokens_read = context.places(k)
-        past = cached.read(k, v, tokens, context)
+        past = cached.read_many(k, v, tokens, context)
         return q, tokens, past._replace(states=past.states | {"tokens_read": tokens_read})
 
     def attend_near(self, q: Tensor, tokens: Tokens, near: Columns) -> Attended:

@@ -55,7 +55,7 @@ def in_buckets(
     q_buckets = buckets(unit.detach())
     q, k = mixer.rotate(q, unit, context.positions)
     tokens, tokens_read = context.places(k)
-    past = Everything().read(k, v, tokens, context)
+    past = Everything().read_many(k, v, tokens, context)
     bucket, new = context.grown({"buckets": q_buckets})
     seen = past.near._replace(values=repeat_heads(past.values, q.shape[2]), sees=earlier)
     attend = _all_pairs if q.shape[1] == 1 or torch.compiler.is_compiling() else _sorted

@@ -1,5 +1,7 @@
 """Forget gates of softmax attention (FoX), as further channels of queries, keys and values."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -102,7 +104,6 @@ class ForgettingHeads(PlainHeads):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.forget = ForgetGates(config, self.scaling)
-        self.reads_step = False
         states = {True: "keys", False: "full_keys"}
         parts = {states[is_near]: heads for is_near, heads in self.parts}
         self.bounded = {
@@ -126,9 +127,18 @@ class ForgettingHeads(PlainHeads):
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `WindowedMixer`, and `forgotten` [B, HQ]."""
+        return self._mixed(hidden_states, context, self.attend)
+
+    def mix_one(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """See `MemoryMixer.mix_one`."""
+        return self._mixed(hidden_states, context, self.attend_one)
+
+    def _mixed(
+        self, hidden_states: Tensor, context: Context, attend: Callable
+    ) -> tuple[Tensor, States]:
         c = self.forget.sums(hidden_states, context)
         inputs = self.forget.extend(*self.project_heads(hidden_states, None), c)
-        o, states = self.attend(hidden_states, *inputs, context)
+        o, states = attend(hidden_states, *inputs, context)
         if context.cu_seqlens is None:
             states = self.forget.settled(
                 states, c[:, -1], self.bounded, heads_first=self.kv_eviction is not None

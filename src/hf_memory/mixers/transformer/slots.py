@@ -110,7 +110,7 @@ class CompressiveMixer(SegmentMixer):
         q, plain, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.places(v)
         q, k = self.rotate(q, plain, context.positions)
-        past = segment_window(self.config).read(k, v, tokens, context)
+        past = segment_window(self.config).read_many(k, v, tokens, context)
         near = self.attend_segment(hidden_states, q, tokens, past, context)
         slots, blocks, states = self._slots(plain.detach(), v.detach(), tokens_read, context)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)

@@ -178,8 +178,8 @@ class MemorizingMixer(TopTokensMixer):
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.places(k)
         rotated_q, rotated_k = self.rotate(q, k, context.positions)
-        past = _store(self.config)._replace(spare=0).read(rotated_k, v, tokens, context)
-        store = _store(self.config, "memory_").read(
+        past = _store(self.config)._replace(spare=0).read_many(rotated_k, v, tokens, context)
+        store = _store(self.config, "memory_").read_many(
             unit_length(k).detach(), v.detach(), tokens, context
         )
         states = past.states | store.states | {"tokens_read": tokens_read}

@@ -103,7 +103,7 @@ class InfiniteMixer(TransformerMixer):
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.places(k)
         near_q, k = self.rotate(q, k, context.positions)
-        past = _first_and_last(self.config).read(k, v, tokens, context)
+        past = _first_and_last(self.config).read_many(k, v, tokens, context)
         first_q = near_q  # which see the first tokens
         new = past.states | {"tokens_read": tokens_read}
         if context.positions is not None:
@@ -209,7 +209,9 @@ class SegmentMixer(TransformerMixer):
         _, k, v = self.projected(hidden_states.detach(), context)
         detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
         window = segment_window(self.config)
-        before = window._replace(sees=window.sees & ~in_segment).read(k, v, tokens, detached).near
+        before = (
+            window._replace(sees=window.sees & ~in_segment).read_many(k, v, tokens, detached).near
+        )
         return joined_softmax(
             self.attend_near(q, tokens, segment), self.attend_near(q, tokens, before)
         )
