@@ -394,7 +394,8 @@ class WindowedMixer(MemoryMixer):
         self, o: Tensor, logsumexp: Tensor, q: Tensor, leaving: Leaving, context: Context
     ) -> tuple[Tensor, States]:
         """Outputs [B, T, HQ, D] of mass e^logsumexp with those of the memory, and its states."""
-        remembered, mass, memory = self.far(q, leaving, context)
+        far: Any = self.far
+        remembered, mass, memory = far(q, leaving, context)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), memory
 
