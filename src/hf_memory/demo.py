@@ -175,7 +175,7 @@ class MuonWithAdamW(Optimizer):
 
 def run_demo(
     *,
-    to: str = Recipe().to,
+    to: str = "attention",
     settings: Settings = SETTINGS,
     run: Run = Run(),
     say: Callable[[str], None] = print,
