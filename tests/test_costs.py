@@ -159,7 +159,7 @@ def test_a_plan_on_a_device_has_its_memory_and_its_time():
     assert "tokens/s" in rows[""]
     assert read_device("8xh200") == (8, DEVICES["h200"])
     for wrong in ("0xh100", "b300"):
-        with pytest.raises(ValueError, match="device must be one of a100"):
+        with pytest.raises(ValueError, match="gpu must be one of a100"):
             read_device(wrong)
 
 
