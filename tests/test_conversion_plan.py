@@ -493,3 +493,13 @@ def test_a_log_has_a_line_every_tenth_and_every_minute(monkeypatch, capsys):
         lines(Progress("measuring", step, 1000))
         now[0] += 61.0
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_plan_says_of_memories_only_what_its_student_has():
+    text = torch.zeros(300, dtype=torch.long)
+    teacher = make_teacher().config
+    for to, has_new_parts in (("attention", False), ("linear", True)):
+        rows = plan_rows(resolve(Recipe(to=to), teacher, text))
+        words = " ".join(words for _, words in rows)
+        assert ("parts that the teacher does not have" in words) == has_new_parts
+        assert "e+" not in words  # numbers are written out

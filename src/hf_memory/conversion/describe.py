@@ -348,7 +348,9 @@ def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:
     )
     if 0 < stage.cross_entropy < 1:
         yield "", f"cross-entropy with the text has a weight of {stage.cross_entropy:g} in the loss"
-    yield "", f"{read:,} tokens, {read / plan.num_tokens:.2g} times the text"
+    times = read / plan.num_tokens
+    rounded = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
+    yield "", f"{read:,} tokens, {rounded} times the text"
     yield "", f"{_megabytes(held + 3 * BYTES * stage.learned)} of weights, gradients and optimizer"
 
 

@@ -198,9 +198,12 @@ def resolve(
     student = _on_meta(config)
     scores = scorer and _on_meta(scorer)
     carry_over(student, whole)
+    has_new_parts = bool(new_parameters(student))
     if recipe.train is None:
-        has_memory = recipe.to != "attention" and bool(new_parameters(student))
+        has_memory = recipe.to != "attention" and has_new_parts
         recipe = replace(recipe, train="all" if has_memory else "attention")
+    if not has_new_parts:
+        recipe = replace(recipe, distillation=recipe.distillation._replace(memory_factor=1.0))
     window = _window(recipe, teacher, config, tokens)
     if (sinks := getattr(config, "num_sink_tokens", 0)) >= window:
         raise ValueError(

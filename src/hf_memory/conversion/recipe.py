@@ -58,7 +58,11 @@ class Schedule(NamedTuple):
         return self.batch_size * sum(map(self.length_in, range(self.steps)))
 
     def __str__(self) -> str:
-        factor = f", times {self.memory_factor:g} for memories" if self.memory_factor != 1 else ""
+        factor = (
+            f", times {self.memory_factor:g} for parts that the teacher does not have"
+            if self.memory_factor != 1
+            else ""
+        )
         repeats = f"; {self.repeats:.0%} of the windows repeat a passage" if self.repeats else ""
         lengths = f"{', then '.join(map(str, self.lengths))} tokens"
         chunks = f" in chunks of {self.chunk_length}" if 0 < self.chunk_length < self.length else ""
