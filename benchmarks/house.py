@@ -11,7 +11,6 @@ rewritten by `replace(plan, ...)`, and by `replace(self, ...)` in its module.
 import ast
 import re
 import tokenize
-from itertools import chain
 from pathlib import Path
 
 import hf_memory
@@ -19,7 +18,7 @@ from hf_memory.cli import load
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LAYOUT = (
     tokenize.COMMENT,
     tokenize.NL,
@@ -112,9 +111,7 @@ def measures() -> list[tuple[str, str, str, str]]:
         x for x in names if not re.search(rf"\b{x}\b", pages) and not re.search(OF_FAMILIES, x)
     )
     commands = " / ".join(str(arguments(name)) for name in ("convert", "evaluate", "fine-tune"))
-    benchmarks = chain(
-        (ROOT / "benchmarks").glob("*.py"), (ROOT / "benchmarks").glob("claims/*.py")
-    )
+    benchmarks = (ROOT / "benchmarks").rglob("*.py")
     written = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in benchmarks)
     packed = sum(map(tuple_assignments, SOURCES))
     rewritten = matches(r"\breplace\(plan\b") + matches(r"\breplace\(self\b", "plan.py")
