@@ -139,7 +139,7 @@ def launches(only: tuple[str, ...], architecture: str) -> list[Launch]:
 
 def calls() -> Iterator[tuple[str, Callable]]:
     """Calls of all ops with kernels, with the names of op, variant and size."""
-    packages = (*OPS_WITH_KERNELS, "retention", "rwkv7_gates", "short_convolution")
+    packages = (*OPS_WITH_KERNELS, "kv_eviction", "rwkv7_gates", "short_convolution")
     for module in (*(f"{name}.kernels" for name in packages), "triton.one_token"):
         import_module(f"hf_memory.ops.{module}")  # before `recorded` says that Triton interprets
     for op in OPS_WITH_KERNELS.values():
@@ -169,7 +169,7 @@ def calls() -> Iterator[tuple[str, Callable]]:
         (128, 240, torch.bfloat16),
         (32, 112, torch.float32),
     ):
-        yield f"retention {D} {str(dtype)[6:]}", partial(_call_retention, D, stay, dtype)
+        yield f"kv_eviction {D} {str(dtype)[6:]}", partial(_call_kv_eviction, D, stay, dtype)
 
 
 def _call(op: Op, sizes: dict) -> None:
@@ -185,7 +185,7 @@ def _call(op: Op, sizes: dict) -> None:
             sum(x.sum() for x in tree_flatten((o, state))[0] if x.requires_grad).backward()
 
 
-def _call_retention(D: int, stay: int, dtype: torch.dtype) -> None:
+def _call_kv_eviction(D: int, stay: int, dtype: torch.dtype) -> None:
     """A call of kept tokens and its backward."""
     q = torch.zeros(1, 64, 16, D, dtype=dtype)
     k = torch.zeros(1, 4, stay + 64, D, dtype=dtype)

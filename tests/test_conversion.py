@@ -583,7 +583,7 @@ def test_windows_of_a_mixture_are_drawn_by_weight(tmp_path):
     assert limited.mixture == ((10, 1), (30, 3))
     assert tokens_fingerprint(limited) != tokens_fingerprint(conversion.Text(limited.tokens))
     with pytest.raises(
-        ValueError, match=r"weights must be above 0, one for each of 2 texts, got \[1, 0\]"
+        ValueError, match=r"weights must be numbers above 0, one for each of 2 texts, got \[1, 0\]"
     ):
         conversion.read_tokens(files, make_tokenizer(), weights=[1, 0])
     with pytest.raises(ValueError, match="one window of 60 tokens, got 51"):

@@ -39,6 +39,7 @@ from cases import (
 )
 from comparing import assert_close
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.modeling.registration import IMPORTED
 
 
 def test_every_family_has_a_case():
@@ -381,7 +382,7 @@ def outputs_shape(auto_class):
 @every_case
 def test_every_parameter_gets_a_gradient(case):
     model = make_model(case).train()
-    tokens = random_tokens(2, 9)
+    tokens = random_tokens(2, 12)  # what leaves the view before the last token is compressed
     model(tokens, labels=tokens).loss.backward()
     without = [
         name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
@@ -636,7 +637,8 @@ print(json.dumps([finite, ops, sorted(CONFIG_MAPPING._extra_content), list(CONFI
     assert finite
     assert "hf_memory.ops.delta_rule.chunk" in ops
     assert not [name for name in ops if "kernels" in name or "triton" in name]
-    assert added == sorted(family.config.model_type for family in hf_memory.FAMILIES)
+    own = {family.config.model_type for family in hf_memory.FAMILIES}
+    assert {*added} == own | {*IMPORTED}  # the latter only say which function imports such a model
     assert not {*added} & {*theirs}
 
 

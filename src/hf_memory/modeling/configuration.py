@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import fields
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -137,6 +137,12 @@ class MemoryConfig(
             self.__dict__["_derived"] = self._derive(
                 {key: x for key, x in before.items() if key != name}
             )
+
+    def settled(self) -> Self:
+        """A copy in which all options count as given, so that assigning one of them changes no other."""
+        copied = copy.deepcopy(self)
+        copied.__dict__["_derived"] = {}
+        return copied
 
     def _derive(self, before: dict[str, Any]) -> dict[str, Any]:
         """Set the fields that are not given, and return their values.

@@ -1,6 +1,5 @@
 """What of our models runs as vLLM's attention, and what part each process has. This module needs no vLLM."""
 
-import copy
 import re
 from typing import Any
 
@@ -90,7 +89,7 @@ def share(config: Any, rank: int, size: int) -> Any:
     }
     for name in (name for name, is_there in undivided.items() if is_there):
         raise ValueError(f"tensor_parallel_size must be 1 with {name}, got {size}. {ELSEWHERE}")
-    mine = copy.deepcopy(config)
+    mine = config.settled()
     for name in (*DIVIDED, "intermediate_size"):
         whole = getattr(config, name, None) or 0
         if whole % size:
