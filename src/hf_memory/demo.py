@@ -44,7 +44,7 @@ class Settings(NamedTuple):
     vocab_size: int = 4096
     hidden_size: int = 128
     num_layers: int = 4
-    teacher: Schedule = Schedule(steps=750, learning_rate=5e-3, batch_size=2, length=512)
+    teacher: Schedule = Schedule(steps=360, learning_rate=5e-3, batch_size=2, length=512)
     transfer: Schedule = Schedule(steps=100, learning_rate=3e-3, batch_size=4)
     distillation: Schedule = Schedule(
         steps=40, learning_rate=1e-4, batch_size=1, length=1024, repeats=0.3
