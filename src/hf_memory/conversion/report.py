@@ -123,7 +123,7 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
 def add_results(path: Path, results: Results) -> None:
     """Write model card, plots and results into the folder of a model; each file is replaced as a whole."""
     last = {
-        name: _figure(found, "perplexity", "perplexity", results.longest)
+        name: found["perplexity"][str(results.longest)]["perplexity"]["value"]
         for name, found in results.rows.items()
     }
     with tempfile.TemporaryDirectory(dir=path) as name:
