@@ -4,8 +4,9 @@ Every row comes from a process of its own, with an end to its time: what fails t
 others go on. In this order: is each kernel right (against the reference in float64: outputs, states and gradients, in
 two dtypes and head sizes; all cores compile at once, the first rows come after a minute); is it right on a second GPU;
 a decode step in a CUDA graph; how fast is each op beside its floor and its peers, at two shapes, and for one token;
-whole models of 350 million parameters (a training step, a prompt, a token) beside a Llama and, where it is installed,
-flash-linear-attention's; where the time of the slowest op goes. Writes benchmarks/results/on_gpu.json after every row.
+students of a Transformer beside it, and whole models of 350 million parameters (a training step, a prompt, a token)
+beside a Llama and, where it is installed, flash-linear-attention's; where the time of the slowest op goes.
+Writes benchmarks/results/on_gpu.json after every row.
 
     python benchmarks/on_gpu.py --only right              # one part
     python benchmarks/on_gpu.py --device cpu              # all parts, tiny and with interpreted kernels: no measurement
@@ -28,7 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+import decode
 from hf_memory.cache_argument import CACHE, cache_of
+from hf_memory.conversion import make_student
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.kv_eviction import KVEviction
@@ -57,6 +60,11 @@ MODELS = {  # options of our configs, and the name of flash-linear-attention's
     "KDA": ("hf_memory_deltanet", {"gate": "vector"}, "KDAConfig"),
     "RWKV-7": ("hf_memory_rwkv7", {}, "RWKV7Config"),
     "Titans": ("hf_memory_titans", {}, ""),
+}
+STUDENTS: dict[str, dict] = {  # of one model, as decode.py times them on a CPU
+    "teacher": {},
+    "windows and heads": decode.WINDOWS["1/11 of heads"],
+    "kept tokens and heads": decode.WINDOWS["kept"],
 }
 
 
@@ -135,7 +143,7 @@ def kept(device: str, channels: int, dtype: str) -> Iterator[dict]:
 
     def attend(q, k, v, backend: str, output_final_state: bool) -> tuple:
         form = memory._replace(backend=backend)
-        return form.attend(q, k, v, Scores(channels**-0.5), Context(None, None, None, {}))[0]
+        return form.read_many(q, k, v, Scores(channels**-0.5), Context(None, None, None, {}))[0]
 
     found = difference(attend, rows, dtype, device)
     yield {"op": "kept tokens", "error": found, "right": found < TOLERANCE[dtype]}
@@ -264,6 +272,32 @@ def model_of(name: str, whose: str, device: str) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
 
 
+def student(device: str, name: str) -> Iterator[dict]:
+    """A training step, a prompt and a token after it, of a student as `convert` makes it, or of its teacher."""
+    sizes = decode.SHAPE if device != "cpu" else decode.SHAPE | {"num_hidden_layers": 2}
+    made = decode.make("Llama", sizes)
+    options = STUDENTS[name]
+    if options:
+        heads = options["full_attention_heads"][: sizes["num_hidden_layers"]]
+        made = make_student(made, **options | {"full_attention_heads": heads})
+    length = 8192 if device != "cpu" else 300
+    tokens = torch.randint(1000, (1, length), device=device)
+
+    def train() -> None:
+        made(input_ids=tokens, labels=tokens).loss.backward()
+        made.zero_grad()
+
+    row = {"model": name, "tokens": length}
+    yield {**row, "what": "training step", "ms": milliseconds(train, device)}
+    with torch.no_grad():
+        read = lambda rows: made(rows, use_cache=True, logits_to_keep=1)  # noqa: E731
+        yield {**row, "what": "prompt", "ms": milliseconds(lambda: read(tokens), device)}
+        for batch in (1, 16):
+            cache = cache_of(read(tokens.expand(batch, -1)))
+            step = lambda: made(tokens[:, :1].expand(batch, -1), **{CACHE: cache}, use_cache=True)  # noqa: B023, E731
+            yield {**row, "what": "token", "rows": batch, "ms": milliseconds(step, device)}
+
+
 def milliseconds(call: Callable[[], Any], device: str) -> float:
     """The median; in front of a fake device, of one call."""
     if device == "cpu":
@@ -296,6 +330,7 @@ PARTS: dict[str, Callable[..., Iterator[dict]]] = {
     "compile": partial(fast, is_timed=False),
     "fast": fast,
     "model": model,
+    "student": student,
     "shares": shares,
 }
 AT_ONCE = ("right", "kept", "compile")  # jobs that compile most of the time
@@ -319,6 +354,7 @@ def jobs_of(device: str) -> list[Job]:
         Job("second GPU", (), 60),
         Job("graph", (), 60),
         *(Job("fast", (form.name,), 60) for form in FORMS),
+        *(Job("student", (name,), 60) for name in STUDENTS),
         *(Job("model", x, 60) for x in models),
     ]
 
