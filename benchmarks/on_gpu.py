@@ -13,36 +13,46 @@ Writes benchmarks/results/on_gpu.json after every row.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
+from transformers import StaticCache
 
 import decode
+import ops
 from hf_memory.cache_argument import CACHE, cache_of
 from hf_memory.conversion import make_student
+from hf_memory.evaluation import cache_bytes
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.kv_eviction import KVEviction
 from hf_memory.ops import OPS
 
+TURN = Path(tempfile.gettempdir()) / "hf_memory_on_gpu.lock"
 RESULT = Path(__file__).parent / "results" / "on_gpu.json"
 SECONDS = 570
 TOLERANCE = {
     "float32": 1e-3,
     "bfloat16": 3e-2,
 }  # of the largest number; products of float32 are in tf32x3
+NO_KERNEL = "has no kernel for this call"
 SIZES = ((128, "bfloat16"), (64, "float32"))  # channels of a head, and a dtype
 KEPT = ((128, "bfloat16"), (32, "float32"))  # the same where tokens are kept
 LENGTHS = ({"B": 2, "T": 200}, {"B": 1, "T": 1100})  # the second is cut into segments
@@ -69,11 +79,11 @@ STUDENTS: dict[str, dict] = {  # of one model, as decode.py times them on a CPU
 
 
 class Job(NamedTuple):
-    """Rows that a process of its own makes: `run(device, *given)`."""
+    """Rows that a process of its own makes: `PARTS[part](device, *given)`."""
 
     part: str
     given: tuple
-    seconds: int
+    seconds: float  # that it may take once its turn has come
 
     @property
     def name(self) -> str:
@@ -89,27 +99,30 @@ def right(device: str, number: int, variant: int, channels: int, dtype: str) -> 
         example = op.example(**length, H=2, HV=4, K=channels, V=channels, **op.variants[variant])
         if op.growth == "token":  # its kernels begin with nothing read
             example |= {"initial_state": None, "mask": None}
-        found = difference(op.op, example, dtype, device)
-        yield {
-            "op": op.name,
-            **op.variants[variant],
-            **length,
-            "error": found,
-            "right": found < TOLERANCE[dtype],
-        }
+        row = {"op": op.name, **op.variants[variant], **length}
+        try:
+            found = difference(op.op, example, dtype, device)
+        except ValueError as error:
+            if NO_KERNEL not in str(error):
+                raise
+            yield {**row, "no_kernel": str(error)}
+        else:
+            yield {**row, "error": found, "right": found < TOLERANCE[dtype]}
 
 
 def difference(op: Callable, example: dict, dtype: str, device: str) -> float:
     """See `right`; the reference computes in float64 with the rounded inputs."""
 
     def to(x: Any, kind: torch.dtype) -> Any:
-        is_number = isinstance(x, torch.Tensor) and x.is_floating_point()
-        return x.detach().to(device, kind).requires_grad_() if is_number else x
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = x.detach().to(device)
+        return x.to(kind).requires_grad_() if x.is_floating_point() else x
 
     rounded = tree_map(lambda x: to(x, getattr(torch, dtype)), example)
     exact = tree_map(lambda x: to(x, torch.float64), rounded)
     both = zip(results_of(op, rounded, "triton"), results_of(op, exact, "reference"))
-    pairs = [(a, b) for a, b in both if a is not None and b is not None]
+    pairs = [(a, b) for a, b in both if a is not None and b is not None and b.numel()]
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs)
 
 
@@ -165,19 +178,12 @@ def graph(device: str) -> Iterator[dict]:
         cache = cache_of(model(tokens, use_cache=True))
         step = lambda: model(tokens, **{CACHE: cache}, use_cache=True).logits  # noqa: E731
         step()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            step()
-        yield {
-            "ms": milliseconds(step, device),
-            "ms_in_a_graph": milliseconds(captured.replay, device),
-        }
+        replay = captured(step).replay
+        yield {"ms": milliseconds(step, device), "ms_in_a_graph": milliseconds(replay, device)}
 
 
 def fast(device: str, form: str, is_timed: bool = True) -> Iterator[dict]:
     """An op beside its floor and its peers at each shape, as in ops.py, and for one token; or only compiled."""
-    import ops
-
     (found,) = [x for x in ops.FORMS if x.name == form]
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
     for shape in SHAPES if device != "cpu" else ((1, 32, 2, 16),):
@@ -196,14 +202,12 @@ def fast(device: str, form: str, is_timed: bool = True) -> Iterator[dict]:
 
 
 def compile_only(form: Any, shape: tuple, device: str) -> Iterator[dict]:
-    """Run an op forward and backward once, so that its kernels are in Triton's cache."""
-    import ops
-
+    """Run an op and its peers forward and backward once, so that their kernels are in Triton's cache."""
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    calls = ops.directions(
-        lambda x: form.run(x, "triton"), ops.make_arguments(form, shape, device, dtype)
-    )
-    calls["forward+backward"]()
+    for call in (lambda x: form.run(x, "triton"), *form.peers.values()):
+        both = ops.directions(call, ops.make_arguments(form, shape, device, dtype))
+        with suppress(Exception):  # the same call fails when it is timed, and then it is a row
+            both["forward+backward"]()
     yield from ()
 
 
@@ -290,12 +294,39 @@ def student(device: str, name: str) -> Iterator[dict]:
     row = {"model": name, "tokens": length}
     yield {**row, "what": "training step", "ms": milliseconds(train, device)}
     with torch.no_grad():
-        read = lambda rows: made(rows, use_cache=True, logits_to_keep=1)  # noqa: E731
+        read = partial(made, use_cache=True, logits_to_keep=1)
         yield {**row, "what": "prompt", "ms": milliseconds(lambda: read(tokens), device)}
-        for batch in (1, 16):
-            cache = cache_of(read(tokens.expand(batch, -1)))
-            step = lambda: made(tokens[:, :1].expand(batch, -1), **{CACHE: cache}, use_cache=True)  # noqa: B023, E731
-            yield {**row, "what": "token", "rows": batch, "ms": milliseconds(step, device)}
+        for rows in (1, 16):
+            yield {**row, "rows": rows, **token_after(read, tokens.expand(rows, -1), device)}
+
+
+def token_after(read: Callable, prompt: Tensor, device: str) -> dict:
+    """A token after a prompt: with the cache that generate uses, and in a CUDA graph with one of fixed size."""
+    token = prompt[:, :1]
+    growing = cache_of(read(prompt))
+    row = {
+        "what": "token",
+        "ms": milliseconds(lambda: read(token, **{CACHE: growing}), device),
+        "cache_bytes": len(prompt) * cache_bytes(read.func.config, prompt.shape[1]),
+    }
+    fixed = StaticCache(config=read.func.config, max_cache_len=prompt.shape[1] + 64)
+    read(prompt, **{CACHE: fixed})
+    step = lambda: read(token, **{CACHE: fixed})  # noqa: E731
+    step()
+    if device == "cpu":
+        return row
+    try:
+        return {**row, "ms_in_a_graph": milliseconds(captured(step).replay, device)}
+    except Exception as error:  # the row is of use without the graph
+        return {**row, "graph_failed": f"{type(error).__name__}: {error}"[:300]}
+
+
+def captured(step: Callable) -> torch.cuda.CUDAGraph:
+    """The kernels of a call."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
 
 
 def milliseconds(call: Callable[[], Any], device: str) -> float:
@@ -311,8 +342,6 @@ def milliseconds(call: Callable[[], Any], device: str) -> float:
 
 def shares(device: str, form: str, *shape: int) -> Iterator[dict]:
     """Where the time of an op goes, by kernel."""
-    import ops
-
     (found,) = [x for x in ops.FORMS if x.name == form]
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
     both = ops.directions(
@@ -338,8 +367,6 @@ AT_ONCE = ("right", "kept", "compile")  # jobs that compile most of the time
 
 def jobs_of(device: str) -> list[Job]:
     """All jobs but `shares`, in their order."""
-    from ops import FORMS
-
     kernels = [
         (n, i) for n, op in enumerate(OPS) if op.has_kernels for i in range(len(op.variants))
     ]
@@ -350,10 +377,10 @@ def jobs_of(device: str) -> list[Job]:
     return [
         *(Job("right", (*kernel, *size), 120) for size in sizes for kernel in kernels),
         *(Job("kept", size, 120) for size in KEPT if device != "cpu" or size[1] == "float32"),
-        *(Job("compile", (form.name,), 120) for form in FORMS if device != "cpu"),
+        *(Job("compile", (form.name,), 120) for form in ops.FORMS if device != "cpu"),
         Job("second GPU", (), 60),
         Job("graph", (), 60),
-        *(Job("fast", (form.name,), 60) for form in FORMS),
+        *(Job("fast", (form.name,), 60) for form in ops.FORMS),
         *(Job("student", (name,), 60) for name in STUDENTS),
         *(Job("model", x, 60) for x in models),
     ]
@@ -369,28 +396,25 @@ def run(job: Job, device: str, left: float) -> list[dict]:
         "OMP_NUM_THREADS": "1",
     }
     command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        __file__,
-        "--device",
-        device,
-        "--job",
-        json.dumps(job),
+        *(sys.executable, "-W", "ignore", __file__),
+        *("--device", device, "--job", json.dumps(job)),
     ]
-    limit = min(job.seconds, left)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit, env=environment, check=False
+            command, capture_output=True, text=True, timeout=left, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        return [{"part": job.part, "failed": f"{job.name} was stopped after {limit:.0f} s"}]
+        return [{"part": job.part, "failed": f"no time was left for the rest of {job.name}"}]
     rows = [
         {"part": job.part, **json.loads(line)}
         for line in done.stdout.splitlines()
         if line.startswith("{")
     ]
-    if done.returncode:
+    if done.returncode == -signal.SIGALRM:
+        rows.append(
+            {"part": job.part, "failed": f"{job.name} was stopped after {job.seconds:.3g} s"}
+        )
+    elif done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         rows.append({"part": job.part, "failed": f"{job.name}: {said[-1][:300]}"})
     return rows
@@ -400,12 +424,10 @@ class Table:
     """Rows that are printed and written as they come."""
 
     def __init__(self, device: str, file: Path) -> None:
-        from ops import hardware
-
         self.device = device
         self.file = file
         self.start = time.perf_counter()
-        self.made: dict = {**hardware(device), "rows": []}
+        self.made: dict = {**ops.hardware(device), "rows": []}
         self.rows: list[dict] = self.made["rows"]
 
     @property
@@ -431,16 +453,24 @@ class Table:
         partial.rename(self.file)
 
 
-def measure(table: Table, jobs: list[Job]) -> None:
-    """Jobs that compile most of the time side by side; the others, which are timed, in turn."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for done in as_completed(
-            [pool.submit(table.run, job) for job in jobs if job.part in AT_ONCE]
-        ):
-            table.add(done.result())
-    for job in jobs:
+@contextmanager
+def turn(job: Job) -> Iterator[None]:
+    """Wait until no other job is timed, if this one is; from then on its time counts."""
+    with open(TURN, "w") as file:
         if job.part not in AT_ONCE:
-            table.add(table.run(job))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        signal.setitimer(signal.ITIMER_REAL, job.seconds)  # then SIGALRM ends the process
+        yield
+
+
+def measure(table: Table, jobs: list[Job]) -> None:
+    """Jobs that compile most of the time side by side; then those that are timed, of which the next one imports."""
+    at_once = [job for job in jobs if job.part in AT_ONCE]
+    timed = [job for job in jobs if job.part not in AT_ONCE]
+    for some, workers in ((at_once, os.cpu_count()), (timed, 2)):
+        with ThreadPoolExecutor(workers) as pool:
+            for done in as_completed([pool.submit(table.run, job) for job in some]):
+                table.add(done.result())
     timed = [row for row in table.rows if "of_floor" in row]
     if timed:
         slowest = max(timed, key=lambda row: row["of_floor"])
@@ -460,9 +490,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.job:
-        part, arguments, _ = json.loads(given.job)
-        for row in PARTS[part](given.device, *arguments):
-            print(json.dumps(row), flush=True)
+        job = Job(*json.loads(given.job))
+        with turn(job):
+            for row in PARTS[job.part](given.device, *job.given):
+                print(json.dumps(row), flush=True)
         return
     if given.device != "cpu" and not torch.cuda.is_available():
         sys.exit(

@@ -168,7 +168,9 @@ def memory(depth: int) -> Form:
     def run(x: Arguments, backend: str) -> Tensor:
         weights = tuple(x[f"weight_{i}"] for i in range(depth))
         rows = {name: x[name] for name in ("q", "k", "v", "lr", "momentum", "decay")}
-        return neural_memory(**rows, weights=weights, chunk_size=MEMORY_CHUNK, backend=backend)[0]
+        has_kernels = depth == 2
+        chosen = "auto" if backend == "triton" and not has_kernels else backend
+        return neural_memory(**rows, weights=weights, chunk_size=MEMORY_CHUNK, backend=chosen)[0]
 
     names = ("q", "k", "v", "lr", "momentum", "decay", *(f"weight_{i}" for i in range(depth)))
     return Form(
