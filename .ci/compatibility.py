@@ -28,7 +28,7 @@ FILES = (
     "registration",
     "training",
 )
-TOOLS = ("pytest>=8.4", "pytest-xdist>=3.7")  # what tests need that users do not
+TOOLS = ("pytest>=8.4", "pytest-xdist>=3.7", "datasets>=4")  # what tests need that users do not
 OPTIONS = {"oldest": [], "newest": ["--upgrade", "--upgrade-strategy", "eager"]}
 
 
