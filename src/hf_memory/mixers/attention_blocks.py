@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.layout import varies
-from hf_memory.ops.masks import Mask, Tokens, causal, seen
+from hf_memory.ops.masks import Mask, Tokens, seen
 from hf_memory.ops.soft_cap import soft_capped
 
 BLOCK = 64  # queries of a block, twice as many if they see more than `LONG_BLOCK` tokens before the block
@@ -27,7 +27,7 @@ class Columns(NamedTuple):
     tokens: Tokens  # [1 or B, S]
     keys: Tensor  # [1 or B, S, H, D]
     values: Tensor  # [1 or B, S, H, V]
-    sees: Mask = causal
+    sees: Mask
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Columns":
         """The same function applied to positions, keys and values [1 or B, S, ...]."""

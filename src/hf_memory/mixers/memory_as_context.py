@@ -16,7 +16,7 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.layout import per_sequence, varies
-from hf_memory.ops.masks import Tokens
+from hf_memory.ops.masks import Tokens, causal
 
 
 class MemoryAsContextMixer(AttentionAndMemoryMixer):
@@ -173,7 +173,9 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         columns = Tokens(
             torch.arange(keys.shape[1], device=x.device).expand(2, -1).mT.flatten()[None]
         )
-        segment = Columns(columns, keys.flatten(1, 2).to(q.dtype), values.flatten(1, 2).to(q.dtype))
+        all_keys = keys.flatten(1, 2).to(q.dtype)
+        all_values = values.flatten(1, 2).to(q.dtype)
+        segment = Columns(columns, all_keys, all_values, causal)
         always = self.always(x)
         first = [] if always is None else [always.map(lambda x: x.expand(len(q), *x.shape[1:]))]
         blocks = Blocks.of(q, Tokens(places), *first, segment)

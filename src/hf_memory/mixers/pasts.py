@@ -68,7 +68,7 @@ class Everything(NamedTuple):
         new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int()}
         past, states = context.grown({f"{self.prefix}{name}": x for name, x in new.items()})
         keys, values, position = past.values()
-        near = Columns(Tokens(position, tokens.sequence), keys, values)
+        near = Columns(Tokens(position, tokens.sequence), keys, values, causal)
         return Past(near, None, states, keys, values)
 
     def read_one(self, k: Tensor, v: Tensor, context: Context, always: Any = None) -> Seen:
@@ -306,7 +306,7 @@ def _first_of_packed(k: Tensor, v: Tensor, place: Tensor, cu_seqlens: Tensor) ->
     index = (starts + place).clamp(max=k.shape[1] - 1).flatten()[None]
     sequence = torch.arange(1, len(size) + 1, device=k.device).repeat_interleave(len(place))[None]
     tokens = Tokens(torch.where(place < size, place, -1).flatten()[None], sequence)
-    return Columns(tokens, take(k, index), take(v, index))
+    return Columns(tokens, take(k, index), take(v, index), causal)
 
 
 def window_attention(

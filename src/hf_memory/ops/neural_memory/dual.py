@@ -70,7 +70,7 @@ class _Pass(torch.autograd.Function):
     def forward(ctx, rule, closed, L, *tensors):
         rows, norm, (M, A, I) = _group(tensors, L)
         M = tuple(m.clone() for m in M)
-        has_anchor = bool(A)
+        has_anchor = len(A) > 0
         outputs = []
         states_of_groups: list = []
         ctx.rule = rule
