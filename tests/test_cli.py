@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -88,7 +89,10 @@ def test_a_goal_decides_what_is_kept(run, teacher, text, tmp_path):
     code, out, err = run(*command, *short, "--goal", "kl=9")
     assert err == ""
     assert code == 0
-    assert out.index("1/25") < out.index("plan") < out.index("in 1 key-value heads")
+    plan = out.index("\nplan\n")
+    assert out.index("1/25") < plan
+    assert plan < out.index("key-value heads ", plan)
+    assert list(tmp_path.iterdir()) == []
     for flags, message in (
         (["kl=x"], "goal must be kl=NUMBER"),
         (["kl=1", "--keep", "1"], "not be given with keep"),
@@ -214,10 +218,6 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     assert "attention kept 1" in lines
     assert "128 tokens, 0.036 times the text" in lines
     assert "cache of 1,024 tokens 0.13 MB, 50.4% of the teacher's 0.26 MB" in lines
-    assert run(*command, "--keep", "auto")[0] == 0
-    code, out, _ = run(*command, "--to", "attention", "--servable", "--keep", "auto")
-    assert "in 1 layers ranked by their heads' part in the divergence" in " ".join(out.split())
-    assert code == 0
     assert list(tmp_path.iterdir()) == []
     code, out, err = run(*command, "--transfer", "length=4096")
     assert out == ""
@@ -228,6 +228,52 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     assert out == ""
     assert code == 2
     assert "cross_entropy must be from 0 to 1, got 2" in err
+
+
+@pytest.fixture
+def teacher_without_weights(teacher, tmp_path_factory):
+    """A folder with the config and the tokenizer of `teacher` alone."""
+    folder = tmp_path_factory.mktemp("described") / "teacher"
+    shutil.copytree(teacher, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+HEADS = "--distillation", "steps=2,length=64", "-o", "sliding_window=16", "--keep", "heads:1/2"
+
+
+def test_a_dry_run_chooses_heads_as_the_run_does(run, teacher, text, tmp_path):
+    output = tmp_path / "student"
+    command = "convert", teacher, "--text", text, "--output", output, *HEADS
+    code, out, err = run(*command, "--dry-run")
+    assert err == ""
+    assert code == 0
+    assert list(tmp_path.iterdir()) == []
+    assert run(*command)[0] == 0
+    kept = json.loads((output / "config.json").read_text())["full_attention_heads"]
+    named = [f"{layer}/{head}" for layer, heads in enumerate(kept) for head in heads]
+    assert f"key-value heads {', '.join(named)} (layer/head)" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("flags", [(), ("--gpu", "h100")])
+def test_a_dry_run_without_weights_shows_how_many_heads_would_be_kept(
+    flags, run, teacher, teacher_without_weights, text, tmp_path
+):
+    model = teacher if flags else teacher_without_weights  # what a GPU holds is asked elsewhere
+    command = "convert", model, "--text", text, "--output", tmp_path / "student", *HEADS
+    code, out, err = run(*command, "--dry-run", *flags)
+    assert err == ""
+    assert code == 0
+    assert "in 2 key-value heads" in out
+    assert "layer/head" not in out
+
+
+def test_a_goal_without_weights_is_refused(run, teacher_without_weights, text, tmp_path):
+    model = teacher_without_weights
+    command = "convert", model, "--text", text, "--output", tmp_path / "student", *HEADS[:4]
+    code, out, err = run(*command, "--goal", "kl=9", "--dry-run")
+    assert "Error: " in err
+    assert "plan" not in out
+    assert code == 2
 
 
 def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tmp_path):

@@ -25,7 +25,6 @@ from transformers import (
 from cases import random_tokens
 from comparing import assert_close, in_float64
 from hf_memory import conversion
-from hf_memory.cli.work import split
 from hf_memory.conversion import (
     Recipe,
     Run,
@@ -44,7 +43,7 @@ from hf_memory.conversion.students.starts import match_scale, start_near, start_
 from hf_memory.evaluation import OF_CARD, Subject, agreement, evaluate, lengths_beyond
 from hf_memory.files.fingerprints import tokens_fingerprint
 from hf_memory.files.folders import check_output
-from hf_memory.files.text import start_of
+from hf_memory.files.text import hold_out, start_of
 from hf_memory.modeling import delta_net, gated_linear_attention
 from hf_memory.modeling.any_model import head
 from teachers import (
@@ -576,7 +575,9 @@ def test_windows_of_a_mixture_are_drawn_by_weight(tmp_path):
     rows = torch.stack([row["input_ids"] for row in conversion.TokenWindows(mixed, schedule, 1)])
     assert not ((rows == 5).any(1) & (rows == 6).any(1)).any()
     assert (rows == 6).any(1).float().mean().item() == pytest.approx(0.75, abs=0.05)
-    train, held_out = split(conversion.read_tokens(files * 9, make_tokenizer(), weights=[1, 3] * 9))
+    train, held_out = hold_out(
+        conversion.read_tokens(files * 9, make_tokenizer(), weights=[1, 3] * 9)
+    )
     assert train.mixture == ((271, 1), (46, 3)) * 9
     assert held_out.mixture == ((30, 1), (5, 3)) * 9
     limited = conversion.read_tokens(files, make_tokenizer(), weights=[1, 3], limit=40)

@@ -505,7 +505,7 @@ def test_ctrl_c_says_how_a_run_goes_on(run, teacher, text, tmp_path, monkeypatch
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_memory.conversion.convert", stop)
+    monkeypatch.setattr("hf_memory.conversion.convert_and_save", stop)
     command = "convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST
     _, _, err = run(*command, "--checkpoints", tmp_path / "checkpoints")
     assert f"the same command resumes from {tmp_path / 'checkpoints'}" in " ".join(err.split())

@@ -1,7 +1,11 @@
 """Progress reports of long tasks, and losses of trainings."""
 
+import os
 from typing import NamedTuple
 
+IS_FIRST = (
+    os.environ.get("RANK", "0") == "0"
+)  # only the first process of a launch writes and prints
 History = list[
     dict[str, float]
 ]  # losses of a training, [{"step": ..., "loss": ...}, {"step": ..., "eval_loss": ...}]

@@ -1,26 +1,20 @@
 """hf-memory convert."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from transformers import PreTrainedModel
 
 from hf_memory import conversion
 from hf_memory.cli import options
 from hf_memory.cli.command import ADVANCED, LONG, WHAT, WHERE
 from hf_memory.cli.run_file import Flags, read_schedule
-from hf_memory.cli.terminal import print_table
-from hf_memory.cli.work import Prepared, Request, Trained, carry_out, device
-from hf_memory.conversion import Conversion, Recipe, Run, Schedule
-from hf_memory.evaluation.tasks import QUALITY, Found
+from hf_memory.cli.work import carry_out, request_of
+from hf_memory.conversion import Recipe, Schedule
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 DEFAULT = Recipe()
-HEADS = ("layer/head", "score")
 
 
 def schedule_of(stage: str) -> str:
@@ -132,6 +126,7 @@ class StudentFlags:
         }
         kept = ("auto" if self.to == DEFAULT.to else "none") if self.servable else None
         given["keep"] = self.keep or kept
+        given["goal"] = None if self.goal is None else options.read_goal(self.goal)
         given["options"] = (
             conversion.SERVABLE[self.to] if self.servable else {}
         ) | options.read_pairs(self.option)
@@ -161,73 +156,17 @@ def convert(
     Example: hf-memory convert Qwen/Qwen3-0.6B --text my_text.txt
     """
     folder = output or options.named_after(teacher, student.to)
-    run = Run(training.checkpoints, training=options.read_pairs(training.training))
-    recipe = student.recipe()
-    goal = None if student.goal is None else options.read_goal(student.goal, recipe)
     flags = Flags.of(context, output=folder)
-    request = Request(teacher, recipe, run, text, folder, flags, training, student.servable)
-    request = request._replace(scored_by=student.scored_by, goal=goal)
+    request = request_of(
+        teacher,
+        text,
+        folder,
+        student.recipe(),
+        flags,
+        training,
+        scored_by=student.scored_by,
+        servable=student.servable,
+    )
     if output is None:
         options.say_output(folder)
-    carry_out(request, _convert)
-
-
-def _convert(prepared: Prepared) -> Trained | None:
-    """The student and its measurements; None in all processes except the first."""
-    model = conversion.load_teacher(prepared.request.model)
-    processes = conversion.processes()  # from here on, each process has its own device
-    place = device()
-    bits = prepared.plan.recipe.teacher_bits
-    name = (
-        prepared.request.scored_by or prepared.request.model
-    )  # of the model that the student is distilled from
-    learnt = None if bits is None else conversion.load_quantized(name, bits, place)
-    quantized, scorer = (
-        (learnt, None)
-        if prepared.plan.scorer is None
-        else (None, learnt or conversion.load_teacher(name))
-    )
-    model.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
-    if scorer is not None:
-        scorer.resize_token_embeddings(model.config.vocab_size)  # without what pads its vocabulary
-        scorer.to(place)  # type: ignore[arg-type]
-    converted = conversion.convert(
-        model,
-        prepared.tokens,
-        prepared.plan,
-        prepared.request.run,
-        quantized=quantized,
-        scorer=scorer,
-    )
-    processes.destroy_process_group()
-    if not processes.is_main_process:
-        return None
-    if heads := converted.plan.chosen:
-        title = f"key-value heads that keep everything, by their {conversion.HEAD_SCORES[converted.plan.keep.ranking]}"
-        print_table([(f"{x.layer}/{x.head}", f"{x.score:.3f}") for x in heads], HEADS, title=title)
-    return Trained(
-        converted.student,
-        converted.plan,
-        converted.losses,
-        partial(_rows, prepared, converted, model, quantized),
-    )
-
-
-def _rows(
-    prepared: Prepared,
-    converted: Conversion,
-    teacher: PreTrainedModel,
-    quantized: PreTrainedModel | None,
-) -> Iterator[tuple[str, Found]]:
-    """The measurements of the teacher, and of the student before and after its training."""
-    measure = partial(prepared.measure, keep=prepared.save_record)
-    yield "teacher", measure("teacher", teacher.to(converted.student.device))  # type: ignore[arg-type]
-    after = measure("student", converted.student, teacher)
-    if converted.plan.stages:
-        converted.student.cpu()
-        before, _ = conversion.untrained_student(
-            teacher, prepared.tokens, converted.plan, quantized=quantized
-        )
-        found = measure("before training", before, teacher, tasks=QUALITY)
-        yield "before training", found | {"speed": after["speed"]}
-    yield "student", after
+    carry_out(request, training)

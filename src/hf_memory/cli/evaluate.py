@@ -16,7 +16,6 @@ from hf_memory.cli.command import LONG, WHAT, WHERE
 from hf_memory.cli.options import SOURCES, Config, Items, MaxTokens, MeasureTokens, in_file
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console, print_table, say_made
-from hf_memory.cli.work import split
 from hf_memory.cli.writing import LoadingFlags
 from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import ITEMS, LENGTHS, PROMPTS, TASKS, Subject, record
@@ -30,7 +29,7 @@ from hf_memory.files.fingerprints import (
     tokens_fingerprint,
 )
 from hf_memory.files.folders import folder_lock
-from hf_memory.files.text import Text, check_tokens
+from hf_memory.files.text import Text, check_tokens, hold_out
 
 TITLE = "figures with their 95 % intervals"
 ALL = ",".join(x for x in TASKS if x != "reasoning")
@@ -160,7 +159,7 @@ def evaluate(
             tokens = conversion.read_tokens(
                 flags.text, models[mine][1], limit=flags.max_tokens, report=report
             )
-            tokens = split(tokens)[1] if flags.held_out else tokens
+            tokens = hold_out(tokens)[1] if flags.held_out else tokens
             for loaded, _ in models.values():
                 check_tokens(tokens, loaded.config, min(sizes))
         settings = how | {

@@ -1,22 +1,17 @@
 """hf-memory fine-tune."""
 
-import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_memory import conversion
 from hf_memory.cli import options
 from hf_memory.cli.command import LONG, WHAT, WHERE
 from hf_memory.cli.run_file import Flags
-from hf_memory.cli.work import Prepared, Request, Trained, carry_out, device
-from hf_memory.conversion import FINE_TUNING, Recipe, Run, Schedule
+from hf_memory.cli.work import carry_out, request_of
+from hf_memory.conversion import Recipe, Schedule
 from hf_memory.evaluation import ITEMS
-from hf_memory.evaluation.tasks import Found
 
 DEFAULT = Recipe().fine_tuning._replace(steps=100)
 NONE = DEFAULT._replace(steps=0)
@@ -79,37 +74,8 @@ def fine_tune(
     recipe = Recipe(
         None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=rank, seed=seed
     )
-    run = Run(training.checkpoints, training=options.read_pairs(training.training))
-    request = Request(
-        model, recipe, run, text, trained, Flags.of(context, output=trained), training
-    )
+    flags = Flags.of(context, output=trained)
+    request = request_of(model, text, trained, recipe, flags, training)
     if output is None:
         options.say_output(trained)
-    with tempfile.TemporaryDirectory() as folder:
-        carry_out(request, partial(_fine_tune, adapter=Path(folder) if rank else None))
-
-
-def _fine_tune(prepared: Prepared, adapter: Path | None) -> Trained | None:
-    """The trained model, and measurements before and after; None in all processes except the first."""
-    student = conversion.load_teacher(prepared.request.model)
-    processes = conversion.processes()
-    student.to(device())  # type: ignore[arg-type]
-    before = {"before": prepared.measure("before", student)} if processes.is_main_process else {}
-    (stage,) = prepared.plan.stages
-    how: dict = {
-        "lora_rank": stage.lora_rank,
-        "adapter": adapter,
-        "seed": stage.seed,
-        "run": prepared.request.run,
-    }
-    losses = conversion.fine_tune(student, prepared.tokens, stage.schedule, **how)
-    processes.destroy_process_group()
-    if not processes.is_main_process:
-        return None
-
-    def measure() -> Iterable[tuple[str, Found]]:
-        return (
-            before | {"after": prepared.measure("after", student, keep=prepared.save_record)}
-        ).items()
-
-    return Trained(student, prepared.plan, {FINE_TUNING: losses}, measure, adapter)
+    carry_out(request, training)

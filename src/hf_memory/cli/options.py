@@ -15,7 +15,7 @@ from huggingface_hub.constants import CONFIG_NAME
 from hf_memory.cli.command import ADVANCED, IN_FILE, LONG, WHAT, WHERE
 from hf_memory.cli.run_file import RUN, parameters_of, read_flags
 from hf_memory.cli.terminal import console
-from hf_memory.conversion import Recipe, find_gguf
+from hf_memory.conversion import find_gguf
 from hf_memory.conversion.costs import DEVICES
 from hf_memory.evaluation import ITEMS
 
@@ -124,7 +124,7 @@ class TrainingFlags:
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the arguments and print the plan; write nothing.",
+            help="Check the arguments, print the plan, with heads that are chosen if weights are here; write nothing.",
             rich_help_panel=LONG,
         ),
     ] = False
@@ -180,15 +180,11 @@ def read_weights(texts: list[str]) -> tuple[list[str], list[float] | None]:
     return sources, weights or None
 
 
-def read_goal(words: str, recipe: Recipe) -> float:
-    """The KL of a goal such as kl=0.05, which decides what a recipe keeps."""
+def read_goal(words: str) -> float:
+    """The KL of a goal such as kl=0.05."""
     name, _, value = words.partition("=")
     if name != "kl" or not NUMBER.fullmatch(value):
         raise ValueError(f"goal must be kl=NUMBER such as kl=0.05, got {words}")
-    if recipe.keep is not None:
-        raise ValueError(
-            f"goal must not be given with keep or servable, got {words} and {recipe.keep}"
-        )
     return float(value)
 
 

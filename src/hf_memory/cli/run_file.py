@@ -1,9 +1,7 @@
 """A run of the command line as a YAML file: the names of its flags and their values."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -12,7 +10,7 @@ import yaml
 
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.recipe import Recipe, Schedule
-from hf_memory.files.folders import RESULTS, check_regular
+from hf_memory.files.folders import check_regular
 
 RUN = "run.yaml"
 LONGEST = 2**16  # bytes of a file; usual ones have 2,000
@@ -86,24 +84,8 @@ class Flags(NamedTuple):
         """The flags of the command that runs, with those that were chosen for the user."""
         return cls(parameters_of(context), {**context.params, **chosen})
 
-    def write(self, folder: Path, plan: Plan) -> None:
-        """Write all settings of a run, including defaults and those of its recipe, so that it can be repeated."""
-        (folder / RUN).write_text(self._content(plan), encoding="utf-8")
-
-    def are_unfinished(self, folder: Path, plan: Plan) -> bool:
-        """Whether a folder has the model of a run with the same settings that was stopped while it was measured."""
-        file = folder / RUN
-        results = folder / RESULTS
-        with suppress(ValueError):  # of a damaged file
-            if (
-                file.is_file()
-                and results.is_file()
-                and json.loads(results.read_text(encoding="utf-8")) == {}
-            ):
-                return file.read_text(encoding="utf-8") == self._content(plan)
-        return False
-
-    def _content(self, plan: Plan) -> str:
+    def files(self, plan: Plan) -> dict[str, str]:
+        """The run file by its name: all settings with defaults and those of a plan, so that a run can be repeated."""
         recipe = plan.recipe
         option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
         values = {**self.values, **vars(recipe), "option": option or None}
@@ -116,7 +98,7 @@ class Flags(NamedTuple):
             for x in self.parameters
             if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [], ())
         }
-        return yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
+        return {RUN: yaml.safe_dump(described, sort_keys=False, allow_unicode=True)}
 
 
 def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) -> Schedule:

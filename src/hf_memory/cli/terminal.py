@@ -1,6 +1,5 @@
 """The consoles that all commands write to."""
 
-import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_memory.files.names import visible
+from hf_memory.progress import IS_FIRST
 
-IS_FIRST = os.environ.get("RANK", "0") == "0"  # only the first process of a launch prints
 PLAIN: dict = {
     "markup": False,
     "emoji": False,

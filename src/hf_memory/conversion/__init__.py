@@ -5,11 +5,12 @@ fine-tuning on text:
 
     student = convert(teacher, tokens, Recipe(to="deltanet", options={"gate": "scalar"})).student
 
+`convert_and_save` does the same from files to a folder, with measurements and a card; the command line calls it.
 Each stage is also a function of its own.
 """
 
 from hf_memory.conversion.choice import Choice
-from hf_memory.conversion.choosing import choose, untrained_student
+from hf_memory.conversion.choosing import choose
 from hf_memory.conversion.convert import Conversion, convert
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.describe import plan_rows
@@ -19,7 +20,9 @@ from hf_memory.conversion.other_libraries import import_mixer, import_model, rwk
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
 from hf_memory.conversion.recipe import Recipe, Schedule
 from hf_memory.conversion.report import Results, add_results, results_of, write_model, write_report
+from hf_memory.conversion.request import Request
 from hf_memory.conversion.run import Run
+from hf_memory.conversion.saving import Saved, convert_and_save, dry_run
 from hf_memory.conversion.stages.distillation import distill
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
 from hf_memory.conversion.stages.sharding import processes
@@ -36,6 +39,7 @@ from hf_memory.conversion.teachers.loading import (
     load_teacher,
     load_tokenizer,
 )
+from hf_memory.conversion.untrained import untrained_student
 from hf_memory.files.folders import check_output, new_folder
 from hf_memory.files.text import Text
 from hf_memory.files.tokenised import read_tokens
@@ -53,8 +57,10 @@ __all__ = [
     "Keep",
     "Plan",
     "Recipe",
+    "Request",
     "Results",
     "Run",
+    "Saved",
     "Schedule",
     "Teacher",
     "Text",
@@ -67,8 +73,10 @@ __all__ = [
     "check_space",
     "choose",
     "convert",
+    "convert_and_save",
     "describe_weights",
     "distill",
+    "dry_run",
     "find_gguf",
     "fine_tune",
     "import_mixer",

@@ -1,7 +1,8 @@
 """What only a teacher's weights can decide: which layers or heads keep their attention, and how many older tokens."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedConfig
 
@@ -23,12 +24,72 @@ class Choice:
         heads: the layers and numbers of the key-value heads that keep it in other layers.
         scores: scores of all heads that could keep it, the best first; empty if none were ranked.
         kept_tokens: older tokens that each layer keeps; None if that is one number for all layers.
+        keep: the share of the heads that a goal has decided; None without a goal.
+        options: the student's options that a goal has decided, in place of the recipe's; None without a goal.
+        tried: the students that were measured for a goal, the chosen one last; none in a run that is resumed.
     """
 
     layers: tuple[int, ...] = ()
     heads: tuple[Head, ...] = ()
     scores: tuple[HeadScore, ...] = ()
     kept_tokens: tuple[int, ...] | None = None
+    keep: Keep | None = None
+    options: Mapping[str, Any] | None = None
+    tried: "tuple[Tried, ...]" = field(default=(), compare=False)
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """The recipe with what a goal has decided in place of the goal; the same recipe if there was no goal.
+
+        Raises:
+            ValueError: if the recipe has a goal that this choice does not meet.
+        """
+        if self.keep is None or self.options is None:
+            if recipe.goal is not None:
+                wanted = f"choice must be one for the goal {recipe.goal:g}"
+                raise ValueError(f"{wanted}, got one without a goal")
+            return recipe
+        return replace(recipe, keep=self.keep, options=self.options, goal=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The choice without the students that were tried, as JSON types."""
+        return {
+            "layers": self.layers,
+            "heads": self.heads,
+            "scores": self.scores,
+            "kept_tokens": self.kept_tokens,
+            "keep": None if self.keep is None else str(self.keep),
+            "options": None if self.options is None else dict(self.options),
+        }
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> Self:
+        """The choice whose `to_json` has these values."""
+        kept_tokens = values["kept_tokens"]
+        keep = values["keep"]
+        return cls(
+            layers=tuple(values["layers"]),
+            heads=tuple((layer, head) for layer, head in values["heads"]),
+            scores=tuple(HeadScore(*row) for row in values["scores"]),
+            kept_tokens=None if kept_tokens is None else tuple(kept_tokens),
+            keep=None if keep is None else Keep.parse(keep),
+            options=values["options"],
+        )
+
+
+class Tried(NamedTuple):
+    """An untrained student that was measured for a goal.
+
+    Attributes:
+        recipe: its recipe.
+        cache: bytes of its cache relative to its teacher's, from 0 to 1.
+        kl: KL divergence from its teacher, in nats per token.
+        choice: its heads.
+    """
+
+    recipe: Recipe
+    cache: float
+    kl: float
+    choice: Choice
 
 
 def likely_choice(recipe: Recipe, teacher: PreTrainedConfig) -> Choice:

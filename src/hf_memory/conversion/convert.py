@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.choosing import choose, untrained_student
+from hf_memory.conversion.choosing import choose
 from hf_memory.conversion.costs import check_memory
 from hf_memory.conversion.plan import Plan, Stage, check_run, check_space, resolve
 from hf_memory.conversion.recipe import Recipe
@@ -17,6 +17,7 @@ from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options
+from hf_memory.conversion.untrained import untrained_student
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import History

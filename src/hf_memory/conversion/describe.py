@@ -157,7 +157,8 @@ def _lora(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
 def _planned(plan: Plan, training: dict, **options) -> tuple[Plan, dict]:
     """The plan of a recipe with other options, on a text of as many tokens."""
     tokens = torch.zeros(1, dtype=torch.long).expand(plan.num_tokens)
-    return resolve(replace(plan.recipe, **options), plan.teacher, tokens, plan.scorer), training
+    recipe = replace(plan.recipe, **options)
+    return resolve(recipe, plan.teacher, tokens, plan.scorer), training
 
 
 MEASURES: dict[str, Callable[[Plan, dict], tuple[Plan, dict] | None]] = {

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.choice import choice_by_ranking
-from hf_memory.conversion.choosing import ranked_heads, untrained_student
+from hf_memory.conversion.choice import Tried, choice_by_ranking
 from hf_memory.conversion.plan import Plan, resolve
 from hf_memory.conversion.recipe import Recipe
 from hf_memory.conversion.students import usual_window
 from hf_memory.conversion.students.heads import HeadScore
+from hf_memory.conversion.untrained import ranked_heads, untrained_student
 from hf_memory.evaluation import agreement, cache_bytes
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
@@ -25,33 +24,27 @@ ROWS = (
 )
 
 
-class Tried(NamedTuple):
-    """An untrained student: its recipe, its cache relative to the teacher's, and its KL in nats per token."""
-
-    recipe: Recipe
-    cache: float
-    kl: float
-
-
 def smallest_student(
     recipe: Recipe,
     kl: float,
     teacher: PreTrainedModel,
     tokens: Text | Tensor,
     *,
+    quantized: PreTrainedModel | None = None,
     report: Callable[[Progress], None] = silent,
 ) -> list[Tried]:
     """Measure untrained students in which a share of the heads keeps everything, up to the first that is near enough.
 
     The student with the smallest cache is measured first. In each, 4 to 50 % of the heads keep everything, which
     are the first ones of `ranked_heads`; the other heads have windows and kept tokens of as many bytes as 128, 256 and
-    512 tokens, or the window of the recipe or the teacher.
+    512 tokens, or the window of the recipe or the teacher. `choose` calls this for a recipe with a goal.
 
     Args:
-        recipe: the recipe of the student, whose `keep` is not used.
+        recipe: the recipe of the student, whose `keep` and `goal` are not used.
         kl: largest KL divergence from the teacher before training, in nats per token.
         teacher: the teacher; it is not changed.
         tokens: [T], the training text; its last six windows are read.
+        quantized: the teacher with quantised weights, from which the distance is then measured.
         report: is called with the progress.
 
     Raises:
@@ -63,7 +56,7 @@ def smallest_student(
         x for i, x in enumerate(given) if x not in given[:i]
     ]  # one, if the recipe or the teacher has a window
     wanted = [
-        replace(recipe, keep=f"heads:{share}", options=options)
+        replace(recipe, keep=f"heads:{share}", options=options, goal=None)
         for share in SHARES
         for options in sizes
     ]
@@ -74,20 +67,22 @@ def smallest_student(
         (plan.ranked_heads, str(plan.recipe.options)): plan for plan in reversed(plans)
     }  # least share first
     plans = list(distinct.values())
-    heads = dict[int, list[HeadScore]]()
-    tried = list[Tried]()  # heads by the window of the others
+    observed = quantized or teacher
+    heads = dict[int, list[HeadScore]]()  # by the window of the others
+    tried = list[Tried]()
     for i, plan in enumerate(sorted(plans, key=_cache)):
         report(Progress("measuring untrained students", i, len(plans)))
         size = plan.student.sliding_window  # type: ignore[attr-defined]
-        heads[size] = heads.get(size) or ranked_heads(teacher, tokens, plan, report=report)
+        heads[size] = heads.get(size) or ranked_heads(observed, tokens, plan, report=report)
         choice = choice_by_ranking(plan.recipe, teacher.config, heads[size])
         final = resolve(plan.recipe, teacher.config, tokens, choice=choice)
-        student, _ = untrained_student(teacher, tokens, final)
+        student, _ = untrained_student(teacher, tokens, final, quantized=quantized)
         length = plan.recipe.distillation.length
         found = agreement(
-            student, teacher, tokens[-ROWS * length :], length=length, max_tokens=None
+            student, observed, tokens[-ROWS * length :], length=length, max_tokens=None
         ).kl
-        tried.append(Tried(plan.recipe, _cache(plan), float(found)))
+        decided = replace(choice, keep=plan.keep, options=plan.recipe.options)
+        tried.append(Tried(plan.recipe, _cache(plan), float(found), decided))
         if found <= kl:
             return tried
     least = min((x.kl for x in tried), default=None)

@@ -68,6 +68,7 @@ class Plan:
         student_parameters: number of the student's parameters.
         choice: what keeps the teacher's attention; if the plan is not final, as many layers or heads, the first ones.
         is_final: whether nothing is left for `choose` to decide.
+        goal: the goal of the recipe that `choose` has yet to meet; the recipe of a plan has none.
         is_exact: whether the student equals its teacher before any training.
         window: tokens of the longest window before fine-tuning.
         teacher_parameters: number of the teacher's parameters; 0 in fine-tuning, which has none.
@@ -89,6 +90,7 @@ class Plan:
     targets: float = 1.0
     scorer: PreTrainedConfig | None = None
     scorer_parameters: int = 0
+    goal: float | None = None
 
     @property
     def teacher_bytes(self) -> int:
@@ -142,10 +144,13 @@ class Plan:
 
     def describe(self, run: Run) -> dict[str, Any]:
         """The settings to which checkpoints of a run belong, without models and tokens."""
+        apart = ("options", "goal")
         recipe = {
-            x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name != "options"
+            x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name not in apart
         }
-        kept = str(self.keep) if self.keep.is_ranked else self.kept
+        kept: Any = str(self.keep) if self.keep.is_ranked else self.kept
+        if self.goal is not None:
+            kept = f"goal {self.goal:g}"
         return recipe | {"keep": kept, **self.recipe.options, **run.training}
 
 
@@ -167,6 +172,7 @@ def resolve(
             the teacher, which gives the weights.
         choice: what `choose` has decided by the teacher's weights. Without it, the plan of a recipe that leaves
             something to decide is not final: its sizes and costs are right, and its layers or heads are the first.
+            Only with a goal, which decides the sizes too, they are those of the default for `keep`.
 
     Raises:
         ValueError: if the teacher, the family, a layer or an option is not supported, the text does not fit, or an
@@ -176,17 +182,20 @@ def resolve(
     check_type("teacher", teacher, PreTrainedConfig)
     check_type("scorer", scorer, PreTrainedConfig | None)
     check_text(tokens)
+    if choice is not None:
+        recipe = choice.applied_to(recipe)
     recipe.check()
+    goal = recipe.goal
     if recipe.to is None:
         return _resolve_fine_tuning(recipe, teacher, tokens)
     _check_models(recipe, teacher, scorer)
     positions = getattr(teacher, "max_position_embeddings", None) or len(tokens)
-    recipe = recipe.fitting(
-        HEADS if can_have_windows(recipe.to) else "none", min(positions, len(tokens))
-    )
+    usual_keep = HEADS if goal is not None or can_have_windows(recipe.to) else "none"
+    recipe = replace(recipe, goal=None).fitting(usual_keep, min(positions, len(tokens)))
     if scorer is not None:
         check_tokens(tokens, scorer, recipe.distillation.length)
-    is_final = choice is not None or not (keep_of(recipe).is_ranked or recipe.spread_kept)
+    is_open = goal is not None or keep_of(recipe).is_ranked or recipe.spread_kept
+    is_final = choice is not None or not is_open
     choice = likely_choice(recipe, teacher) if choice is None else choice
     config = chosen_student(recipe, choice, teacher)
     kept_tokens = getattr(config, "num_kept_tokens", 0)
@@ -230,6 +239,7 @@ def resolve(
         scorer=scorer,
         scorer_parameters=_count(scores) if scores else 0,
         targets=Text.of(tokens).share,
+        goal=goal,
     )
 
 

@@ -140,6 +140,8 @@ class Recipe:
             1 for a student that equals its teacher before any training.
         teacher_bits: 8 or 4: quantise the teacher to learn from; default: no quantisation.
         seed: seed for new weights and for the order of the text.
+        goal: largest KL divergence from the teacher before training, in nats per token. In place of `keep`, it decides
+            which share of the heads keeps all keys and values, and the others' windows; see `smallest_student`.
     """
 
     to: str | None = "attention"
@@ -155,6 +157,7 @@ class Recipe:
     cross_entropy: float | None = None
     teacher_bits: int | None = None
     seed: int = 0
+    goal: float | None = None
 
     def __post_init__(self) -> None:
         if self.keep is not None:
@@ -189,6 +192,10 @@ class Recipe:
                 check_type(name, getattr(self, name), kind)
         for name, schedule in self.schedules.items():
             schedule.check(name)
+        if self.goal is not None and self.keep is not None:
+            raise ValueError(
+                f"goal must not be given with keep or servable, got {self.goal:g} and {self.keep}"
+            )
         factor = self.transfer.memory_factor
         chunk = self.transfer.chunk_length
         check(

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+MINIMUM = 2560  # tokens of a text, so that the last tenth has a window to compare models on
+MAXIMUM = 2**18  # largest number of held-out tokens
+
 
 @dataclass(frozen=True)
 class Text:
@@ -199,3 +202,25 @@ def check_length(tokens: Text | Tensor, length: int) -> None:
         raise ValueError(
             f"tokens must be at least one window of {length} tokens, got {len(tokens)}"
         )
+
+
+def hold_out(tokens: Text) -> tuple[Text, Text]:
+    """The training text, and the held-out text: the last tenth of each part, or less if that is enough.
+
+    Raises:
+        ValueError: if the text is too short.
+    """
+    if len(tokens) < MINIMUM:
+        raise ValueError(
+            f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}"
+        )
+    most = MAXIMUM // len(tokens.parts)
+    training = list[Text]()
+    held_out = list[Text]()
+    for part in tokens.parts:
+        end = len(part) - max(1, min(len(part) // 10, most))
+        training.append(part[:end])
+        held_out.append(part[end:])
+    if not tokens.mixture:
+        return training[0], held_out[0]
+    return Text.mixed(training, tokens.weights), Text.mixed(held_out, tokens.weights)

@@ -109,6 +109,15 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
+def has_weights(name: str | Path) -> bool:
+    """Whether the weights of a model are on this machine: in a folder, or in the cache of the Hub.
+
+    Args:
+        name: a folder or a name on the Hub.
+    """
+    return len(_files(name)) > 0
+
+
 def _files(name: str | Path) -> list[Path]:
     """The files of weights that have headers, which safetensors have; none if not all are on this machine."""
     files = [SAFE_WEIGHTS_NAME]

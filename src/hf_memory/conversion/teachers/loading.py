@@ -27,6 +27,11 @@ def load_config(name: str) -> PreTrainedConfig:
     return loading.load_config(name) if file is None else read_config(file)
 
 
+def has_weights(name: str) -> bool:
+    """Whether a teacher's weights are on this machine; the argument is that of `load_config`."""
+    return find_gguf(name) is not None or loading.has_weights(name)
+
+
 def load_tokenizer(name: str):
     """The tokenizer of a model; the argument is that of `load_config`."""
     file = find_gguf(name)

@@ -1,0 +1,222 @@
+"""A conversion from files to a folder: what it is asked for, and what is checked and read before any training."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
+from hf_memory.conversion.recipe import Recipe
+from hf_memory.conversion.run import Run
+from hf_memory.conversion.run_identity import describe
+from hf_memory.conversion.stages.sharding import processes
+from hf_memory.conversion.teacher_text import parse_source, write_text
+from hf_memory.conversion.teachers.gguf import find_gguf
+from hf_memory.conversion.teachers.loading import (
+    check_bitsandbytes,
+    load_config,
+    load_teacher,
+    load_tokenizer,
+)
+from hf_memory.evaluation import ITEMS, record
+from hf_memory.export import find_target
+from hf_memory.files.folders import RESULTS, check_output
+from hf_memory.files.text import Text, hold_out
+from hf_memory.files.tokenised import read_tokens
+
+TOKENS = "tokens"  # folder beside checkpoints
+
+
+def no_files(plan: Plan) -> dict[str, str]:
+    """No further files for the folder of a result."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A conversion from files to a folder, or with a recipe whose `to` is None, a fine-tuning.
+
+    Args:
+        model: folder, Hub name or GGUF file of the teacher, or of the model to fine-tune.
+        text: sources of the training text, see `read_tokens`. `teacher:500k`, or `teacher:500k:FILE` with prompts in a
+            file, is so many tokens that the teacher writes first. The last tenth of the text is held out.
+        output: folder for the result.
+        recipe: the recipe.
+        run: checkpoints, progress reports and options of the Trainer. With `eval_steps`, a tenth of the training text
+            becomes its `validation`.
+        weights: of each source in a mixture; default: the sources follow each other.
+        max_tokens: largest number of tokens of the text to read; default: all.
+        assistant_only: whether only the assistant's turns are learnt in conversations.
+        scored_by: model that scores in distillation in place of the teacher, as `model`; default: the teacher.
+        servable: whether a student is refused that no inference engine can run.
+        measure_tokens: number of held-out tokens on which models are compared.
+        items: questions of each kind on which answers are scored; 0: none.
+        overwrite: whether the result of an earlier run in `output` is replaced.
+        extra_files: texts of further files for the folder, by name, given the final plan.
+    """
+
+    model: str
+    text: Sequence[str]
+    output: Path
+    recipe: Recipe = field(default_factory=Recipe)
+    run: Run = field(default_factory=Run)
+    weights: Sequence[float] | None = None
+    max_tokens: int | None = None
+    assistant_only: bool = False
+    scored_by: str | None = None
+    servable: bool = False
+    measure_tokens: int = 2**16
+    items: int = ITEMS
+    overwrite: bool = False
+    extra_files: Callable[[Plan], Mapping[str, str]] = no_files
+
+    def settings(self) -> dict[str, str]:
+        """What determines the result, by name, so that a call that was stopped is known again."""
+        apart = ("recipe", "run", "overwrite", "extra_files", "output")
+        given = {x.name: getattr(self, x.name) for x in fields(self) if x.name not in apart}
+        recipe = {x.name: getattr(self.recipe, x.name) for x in fields(Recipe)}
+        options = {f"option {name}": x for name, x in recipe.pop("options").items()}
+        training = {f"training {name}": x for name, x in self.run.training.items()}
+        return describe(given | recipe | options | training)
+
+    def is_unfinished(self) -> bool:
+        """Whether the output has the model of the same request, which was stopped while it was measured."""
+        with suppress(ValueError, OSError):  # of damaged files, of other requests, or without files
+            results = json.loads((self.output / RESULTS).read_text(encoding="utf-8"))
+            known = record.open_record(self.output, self.settings())
+            return results == {} and (self.output / record.FILE).exists() and bool(known)
+        return False
+
+
+class Prepared(NamedTuple):
+    """A request that was checked, with all that it needs except models."""
+
+    request: Request
+    draft: Plan  # final if nothing is left to choose
+    tokenizer: Any
+    tokens: Text  # the training text
+    held_out: Text
+    known: record.Record  # what a stopped call has measured
+
+
+def prepare(request: Request, *, is_dry: bool = False) -> Prepared:
+    """Check a request, and read its text.
+
+    Args:
+        request: the request.
+        is_dry: whether nothing is written; then the disks and libraries of this machine are not checked either.
+
+    Raises:
+        ValueError: for what `resolve` and `check_run` refuse, before the text is read; if the text is too short; or if
+            the scorer has another vocabulary.
+        OSError: if a file cannot be read, or a disk is too full.
+    """
+    recipe = request.recipe
+    if recipe.teacher_bits and find_gguf(request.scored_by or request.model):
+        raise ValueError(
+            f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}"
+        )
+    config = load_config(request.model)
+    scorer = None
+    if request.scored_by is not None:
+        scorer = _scorer(request.scored_by, request.model, config)
+    _check_sizes(request, config, scorer)
+    is_unfinished = request.is_unfinished()
+    if is_unfinished:
+        request = replace(request, overwrite=True)
+    check_output(
+        request.output,
+        overwrite=request.overwrite,
+        beside={"checkpoints": request.run.checkpoints},
+    )
+    if not is_dry:
+        check_bitsandbytes(recipe.teacher_bits)
+    tokenizer = load_tokenizer(request.model)  # after the checks: reading a text may take long
+    tokens, held_out = hold_out(_read(request, tokenizer, is_dry))
+    if "eval_steps" in request.run.training:
+        tokens, validation = hold_out(tokens)
+        request = replace(request, run=replace(request.run, validation=validation))
+    draft = resolve(request.recipe, config, tokens, scorer)
+    if not is_dry:
+        check_space(draft, request.run, output=request.output)
+    known: record.Record = {"settings": request.settings(), "models": {}}
+    if is_unfinished:
+        known = record.open_record(request.output, request.settings())
+    return Prepared(request, draft, tokenizer, tokens, held_out, known)
+
+
+def _check_sizes(
+    request: Request, config: PreTrainedConfig, scorer: PreTrainedConfig | None
+) -> None:
+    """Refuse what can be seen without the text and weights."""
+    longest = max(schedule.length for schedule in request.recipe.schedules.values())
+    any_text = torch.zeros(longest, dtype=torch.long)  # of which only the length matters
+    plan = resolve(request.recipe, config, any_text, scorer)
+    validation = any_text if "eval_steps" in request.run.training else None
+    check_run(plan, replace(request.run, validation=validation))
+    if request.servable:
+        find_target(plan.student)  # type: ignore[arg-type]
+
+
+def _scorer(name: str, teacher_name: str, teacher: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a model that scores, without what pads its vocabulary."""
+    scorer = load_config(name)
+    teachers_words = load_tokenizer(teacher_name).get_vocab()
+    scorers_words = load_tokenizer(name).get_vocab()
+    if scorers_words != teachers_words or scorer.vocab_size < teacher.vocab_size:
+        raise ValueError(
+            f"scored_by must be a model with the teacher's vocabulary, got {name} with another"
+        )
+    scorer.vocab_size = teacher.vocab_size
+    return scorer
+
+
+def _read(request: Request, tokenizer, is_dry: bool) -> Text:
+    """The text, whose tokens are kept beside the checkpoints if there are any."""
+    sources = [_written(source, request, tokenizer, is_dry) for source in request.text]
+    how: dict = {
+        "weights": request.weights,
+        "limit": request.max_tokens,
+        "assistant_only": request.assistant_only,
+        "report": request.run.report,
+    }
+    checkpoints = request.run.checkpoints
+    if checkpoints is None or is_dry:
+        return read_tokens(sources, tokenizer, **how)
+    with processes().main_process_first():
+        return read_tokens(sources, tokenizer, cache=checkpoints / TOKENS, **how)
+
+
+def _written(source: str, request: Request, tokenizer, is_dry: bool) -> str:
+    """A source of text; for teacher:... the file of generated text beside the output."""
+    wanted = parse_source(source)
+    if wanted is None:
+        return source
+    if is_dry:
+        raise ValueError(
+            f"text must exist for a dry run, got {source}, which the teacher would have to generate"
+        )
+    num_tokens, prompts = wanted
+    folder = request.output.with_name(f"{request.output.name}-text")
+    teacher = load_teacher(request.model).to(device())  # type: ignore[arg-type]
+    with processes().main_process_first():
+        file = write_text(
+            folder,
+            teacher,
+            tokenizer,
+            num_tokens,
+            prompts=prompts,
+            seed=request.recipe.seed,
+            report=request.run.report,
+        )
+    return str(file)
+
+
+def device() -> str:
+    """The device on which models run."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,69 @@
+"""A student as it is before its stages, and the ranking of its teacher's heads."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_memory.conversion.plan import Plan
+from hf_memory.conversion.students import SINKS, WINDOW, build
+from hf_memory.conversion.students.heads import (
+    HeadScore,
+    rank_heads_by_predictions,
+    rank_heads_by_retrieval,
+)
+from hf_memory.conversion.students.starts import start_near
+from hf_memory.conversion.students.weights import CarriedWeights
+from hf_memory.files.text import Text
+from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.progress import Progress, silent
+
+
+def untrained_student(
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    plan: Plan,
+    *,
+    quantized: PreTrainedModel | None = None,
+) -> tuple[MemoryForCausalLM, CarriedWeights]:
+    """The student of a plan as it is before its stages, to compare it with the trained one.
+
+    Args:
+        teacher: the teacher.
+        tokens: the training text.
+        plan: the final plan, as `convert` returns it.
+        quantized: the teacher with quantised weights.
+    """
+    observed = quantized or teacher.eval()
+    student = build(plan.student, teacher, plan.recipe.seed)
+    student.to(observed.device)  # type: ignore[arg-type]
+    weights = start_near(
+        student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact
+    )
+    return student, weights
+
+
+def ranked_heads(
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    plan: Plan,
+    *,
+    report: Callable[[Progress], None] = silent,
+) -> list[HeadScore]:
+    """All heads of a teacher, those first that should keep everything in the student of a plan.
+
+    Args:
+        teacher: the teacher, or its quantised form.
+        tokens: the training text.
+        plan: a plan that keeps heads, or layers because of their heads.
+        report: is called with the progress.
+    """
+    if plan.keep.ranking == "retrieval":
+        return rank_heads_by_retrieval(teacher, tokens)
+    config: Any = plan.student
+    mean_kept = sum(config.kept_tokens) // config.num_hidden_layers
+    window = (config.sliding_window or WINDOW) + mean_kept
+    in_their_place = SINKS if config.attention_sinks or config.virtual_token else 0
+    first = config.num_sink_tokens or in_their_place
+    return rank_heads_by_predictions(teacher, tokens, window=window, first=first, report=report)
