@@ -26,14 +26,18 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from descriptors import end_of_narrow_products
 from hf_memory.ops import OPS, Op
 from hf_memory.ops.kv_eviction import retained_attention
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.short_convolution import convolution_step
 
 OPS_WITH_KERNELS = {op.name: op for op in OPS if op.has_kernels}
+WITHOUT_GATES = ({"momentum": False}, {"decay": False}, {"momentum": False, "decay": False})
 VARIANTS = {  # further arguments of `example`
     "neural_memory": (
+        *({"depth": 1, "chunk_size": 1, **gates} for gates in WITHOUT_GATES),
+        *({"depth": 2, "chunk_size": 4, **gates} for gates in WITHOUT_GATES),
         {"depth": 2, "chunk_size": 16, "expansion": 4, "residual": True},
         {"depth": 2, "chunk_size": 16},
         {"depth": 2, "chunk_size": 16, "K": 32, "V": 32},
@@ -42,7 +46,8 @@ VARIANTS = {  # further arguments of `example`
     ),
 }
 SIZES = [(D, dtype) for D in (64, 128, 256) for dtype in (torch.bfloat16, torch.float32)]
-LENGTHS = (1, 64, 1024)  # decoding, one segment, and two (ops/triton/segments.py)
+# Tokens, and whether there is a state before them: decoding, one segment, and two (ops/triton/segments.py).
+LENGTHS = ((1, False), (1, True), (64, False), (64, True), (1024, False))
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -143,14 +148,12 @@ def calls() -> Iterator[tuple[str, Callable]]:
     for module in (*(f"{name}.kernels" for name in packages), "triton.one_token"):
         import_module(f"hf_memory.ops.{module}")  # before `recorded` says that Triton interprets
     for op in OPS_WITH_KERNELS.values():
-        for variant, (D, dtype), T in product(
+        for variant, (D, dtype), (T, has_state) in product(
             (*op.variants, *VARIANTS.get(op.name, ())), SIZES, LENGTHS
         ):
-            about = " ".join(
-                name if x is True else str(x) for name, x in variant.items() if x is not False
-            )
+            about = " ".join(filter(None, map(_in_a_name, variant, variant.values())))
             sizes = {"B": 1, "T": T, "H": 8, "K": D, "V": D, "dtype": dtype, **variant}
-            yield f"{op.name} {about} {D} {str(dtype)[6:]}", partial(_call, op, sizes)
+            yield f"{op.name} {about} {D} {str(dtype)[6:]}", partial(_call, op, sizes, has_state)
     for dtype in (torch.bfloat16, torch.float32):
         x, state, weight = (
             torch.zeros(shape, dtype=dtype) for shape in ((1, 1, 512), (1, 3, 512), (512, 4))
@@ -172,13 +175,24 @@ def calls() -> Iterator[tuple[str, Callable]]:
         yield f"kv_eviction {D} {str(dtype)[6:]}", partial(_call_kv_eviction, D, stay, dtype)
 
 
-def _call(op: Op, sizes: dict) -> None:
+def _in_a_name(option: str, x: Any) -> str:
+    """An argument of `example` in the name of a variant."""
+    if x is True:
+        return option
+    if x is False:
+        return f"no_{option}" if option in ("momentum", "decay") else ""
+    return str(x)
+
+
+def _call(op: Op, sizes: dict, has_state: bool) -> None:
     """A call of an op and its backward; of one token without it, as in decoding."""
 
     def real(x: Any) -> Any:
         return x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-    arguments = tree_map(real, op.example(**sizes)) | {"initial_state": None, "mask": None}
+    arguments = tree_map(real, op.example(**sizes)) | {"mask": None}
+    if not has_state:
+        arguments["initial_state"] = None
     with torch.set_grad_enabled(sizes["T"] > 1):
         o, state = op.op(**arguments, backend="triton", output_final_state=True)
         if sizes["T"] > 1:
@@ -268,6 +282,12 @@ def compile_launch(launch: Launch, architecture: str) -> Report:
     if (columns := getattr(compiled.metadata, "tmem_size", 0)) > TENSOR_MEMORY:
         raise ValueError(
             f"{launch.name} needs {columns} columns of tensor memory, and Triton makes code that traps"
+        )
+    end = end_of_narrow_products(compiled.asm["ptx"], compiled.metadata.num_warps)
+    if end > compiled.metadata.shared:
+        raise ValueError(
+            f"{launch.name} multiplies 8 columns of shared memory, which Hopper reads up to byte {end}, "
+            f"but has {compiled.metadata.shared}"
         )
     registers, spilled = assemble(compiled.asm["ptx"], number)
     return Report(

@@ -282,3 +282,47 @@ def test_kernels_compile_ahead_of_time_without_spills():
     assert {line["sm"] for line in lines} == {"sm_90"}
     assert {line["spilled"] for line in lines if not line["kernel"].startswith("held")} == {"0"}
     assert all(int(line["blocks"]) > 0 for line in lines)
+
+
+def test_kernels_compile_where_gates_are_left_out_and_where_heads_are_wide():
+    """One of these did not compile on a GPU, and one multiplied 8 columns at the end of its shared memory."""
+    variants = (
+        "neural_memory 1 1 128 bf",
+        "neural_memory 1 1 no_momentum no_decay 64 bf",
+        "neural_memory 2 4 no_decay 64 float32",
+        "neural_memory 2 4 no_momentum 64 float32",
+    )
+    lines = kernel_report("--only", *variants, "--arch", "sm_90", "--processes", "1")
+    assert all(int(line["blocks"]) > 0 for line in lines)
+    assert {line["kernel"] for line in lines} == {
+        f"{name}_kernel"
+        for name in ("_forward", "_backward", "read", "write", "read_backward", "write_backward")
+    }
+
+
+def test_the_report_of_kernels_calls_every_variant_with_and_without_its_gates(monkeypatch):
+    monkeypatch.syspath_prepend(KERNEL_REPORT.parent)
+    names = {name for name, _ in import_module("kernel_report").calls()}
+    for op in OPS:
+        for variant in op.variants if op.has_kernels else ():
+            words = [str(x) for x in variant.values() if not isinstance(x, bool)]
+            assert any(name.split()[: 1 + len(words)] == [op.name, *words] for name in names)
+    for left_out in ("no_momentum", "no_decay", "no_momentum no_decay"):
+        assert {f"neural_memory {sizes} {left_out} 64 float32" for sizes in ("1 1", "2 4")} <= names
+
+
+def test_the_end_of_narrow_products_is_that_of_sixteen_rows(monkeypatch):
+    """Rows of 128 bytes begin at byte 2048 for the first four warps, and at 3072 for the others."""
+    monkeypatch.syspath_prepend(KERNEL_REPORT.parent)
+    end = import_module("descriptors").end_of_narrow_products
+    descriptor = """
+        mov.u32 %r1, %tid.x;
+        shr.u32 %r2, %r1, 7;
+        shl.b32 %r3, %r2, 6;
+        add.s32 %r4, %r3, 128;
+        cvt.u64.u32 %rd1, %r4;
+        or.b64 %rd2, %rd1, 4611686018427387904;
+        wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r5,%r6}, {%r7,%r8}, %rd2, 0, 1, 1;
+    """
+    assert [end(descriptor, warps) for warps in (4, 8)] == [4096, 5120]
+    assert end(descriptor.replace("n8", "n16"), 8) == 0

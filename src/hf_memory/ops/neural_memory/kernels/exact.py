@@ -174,12 +174,17 @@ def _backward_kernel(
 def _meta(C: int, K: int, V: int, parts: int, dtype: torch.dtype) -> Meta:
     """What both kernels are compiled for."""
     BK = width(K)
-    return Meta(K, V, parts, width(C), BK, min(width(V), max(16, TILE // BK)), precision(dtype))
+    least = 16 if BK <= 64 else 32
+    BV = min(width(V), max(least, TILE // BK))
+    return Meta(K, V, parts, width(C), BK, BV, precision(dtype))
 
 
 def _launch(kernel, meta: Meta, *given) -> None:
-    """Run a kernel, whose sizes are the last of what is given."""
-    options = {"num_warps": 4 if meta.BK <= 64 else 8, "num_stages": 1}
+    """Run a kernel, whose sizes are the last of what is given.
+
+    Four warps get 16 columns at least: with 8, Hopper read beyond the shared memory of a program (kernel_report).
+    """
+    options = {"num_warps": 8 if meta.BK > 64 and meta.BV > 16 else 4, "num_stages": 1}
     launcher(kernel, (triton.cdiv(meta.V, meta.BV), given[-1].N))(*given, meta=meta, **options)
 
 

@@ -39,9 +39,8 @@ def read(x, state, initial, tile, coefficients, meta: tl.constexpr):
 
 
 @triton.jit
-def write(X, D, states, tile, coefficients, meta: tl.constexpr):
+def write(X, D, state, after, initial, tile, coefficients, meta: tl.constexpr):
     """Weights and momentum after the chunk, from the state before it and initial weights."""
-    state, after, initial = states
     w, m, beta, c, H = coefficients
     W = beta * load_layer(state, tile) - dot(tl.trans(X), w * D, meta.DTYPE)
     if meta.RETURNS:
@@ -110,9 +109,9 @@ def write_kernel(
             e_t = load_tile(e_c, rows, C, i_v, V)  # loaded for every tile, to save registers
             f_t = dot(e_t, tl.trans(load_layer(anchor, second)), meta.DTYPE)
             store_tile(f_c, f_t, rows, C, j, HIDDEN)
-            write(x, e_t, (state, after, initial), second, coefficients, meta)
+            write(x, e_t, state, after, initial, second, coefficients, meta)
             k_t = load_tile(k_c, rows, C, i_k, K)
-            write(k_t, slope * f_t, (state, after, initial), first, coefficients, meta)
+            write(k_t, slope * f_t, state, after, initial, first, coefficients, meta)
         tl.debug_barrier()
 
 
