@@ -1,0 +1,138 @@
+"""Rows of numbers in 8 or 4 bits a number.
+
+A row is the last dimension of a tensor, and is packed by itself: what is packed does not depend on other rows. Groups
+of 32 channels have a scale s and a least number m in 16 bits, and each number x of a group a code c of 8 or 4 bits:
+
+    c = round((x - m) / s),   m = min x,   s = (max x - m) / (2^bits - 1),   x ~ m + s c
+
+With 4 bits, x is a row after an orthonormal Hadamard matrix, which spreads a large number over many channels.
+
+A packed row is bytes: the scales of its groups, their least numbers, and the codes. So packed rows are one tensor with
+the same leading dimensions, and what moves, copies or selects rows does not need to know that they are packed.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.ops.precision import upcast, without_autocast
+
+BITS = (8, 4)
+GROUP = 32  # channels that share a scale
+LARGEST = torch.finfo(torch.float16).max  # numbers beyond it become this number
+
+
+def packed_bytes(channels: int, bits: int) -> int:
+    """Bytes of a packed row of so many channels: an even number, since scales have two bytes."""
+    return 4 * _groups(channels) + _code_bytes(channels, bits)
+
+
+def pack(x: Tensor, bits: int) -> Tensor:
+    """Pack rows x [..., D] of any floating dtype in `bits` (8 or 4): [..., packed_bytes(D, bits)] in uint8."""
+    return without_autocast(_pack, x.detach(), bits)
+
+
+def unpack(packed: Tensor, channels: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """The numbers [..., channels] of packed rows, computed in float32, or in float64 for this dtype."""
+    return without_autocast(_unpack, packed, channels, bits, dtype)
+
+
+def rounded(x: Tensor, packed: Tensor, bits: int) -> Tensor:
+    """The numbers that were packed from rows x [..., D]; the gradient is that of x, as if nothing were rounded."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Rounded.apply(x, packed, bits)
+    return unpack(packed, x.shape[-1], bits, x.dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bits: int) -> Tensor:
+        return unpack(packed, x.shape[-1], bits, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, None, None
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rows x [..., D] times orthonormal Hadamard matrices, one for each block of channels; the inverse of itself.
+
+    Blocks have the largest power of two that divides D. Sums are in a fixed order, whatever the shape of x is.
+    """
+    D = x.shape[-1]
+    size = D & -D
+    half = size // 2
+    while half:
+        first, second = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack([first + second, first - second], -2).flatten(-3)
+        half //= 2
+    return x * size**-0.5
+
+
+def _pack(x: Tensor, bits: int) -> Tensor:
+    x = upcast(x)
+    D = x.shape[-1]
+    if bits == 4:
+        x = hadamard(x)
+    groups = _grouped(x)
+    least = groups.amin(-1).clamp(-LARGEST, LARGEST).half()
+    ranges = groups.amax(-1).clamp(-LARGEST, LARGEST) - least
+    most = 2**bits - 1
+    scale = (ranges / most).clamp(min=0).half()
+    divisor = scale.to(x.dtype).masked_fill(scale == 0, 1)[..., None]
+    codes = ((groups - least.to(x.dtype)[..., None]) / divisor).round_().clamp_(0, most)
+    codes = codes.to(torch.uint8).flatten(-2)[..., :D]
+    if bits == 4:
+        first, second = F.pad(codes, (0, -D % 4)).chunk(2, -1)
+        codes = first | second << 4
+    else:
+        codes = F.pad(codes, (0, D % 2))
+    numbers = torch.cat([scale, least], -1).view(torch.uint8)
+    return torch.cat([numbers, codes], -1)
+
+
+def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    n = _groups(D)
+    scale, least = packed[..., : 4 * n].view(torch.float16).to(wide).chunk(2, -1)
+    codes = packed[..., 4 * n :]
+    if bits == 4:
+        codes = torch.cat([codes & 15, codes >> 4], -1)
+    codes = codes[..., :D].to(wide)
+    groups = _grouped(codes)
+    x = torch.addcmul(least[..., None], groups, scale[..., None]).flatten(-2)[..., :D]
+    if bits == 4:
+        size = D & -D
+        x = (x.unflatten(-1, (-1, size)) @ _matrix(size, x)).flatten(-2)  # faster than `hadamard`
+    return x.to(dtype)
+
+
+def _matrix(size: int, like: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return hadamard(torch.eye(size, dtype=like.dtype, device=like.device))
+    return _kept_matrix(size, like.dtype, like.device)
+
+
+@lru_cache
+def _kept_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return hadamard(torch.eye(size, dtype=dtype, device=device))
+
+
+def _groups(channels: int) -> int:
+    return -(-channels // GROUP)
+
+
+def _code_bytes(channels: int, bits: int) -> int:
+    return -(-channels * bits // 16) * 2
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """Rows [..., D] as groups [..., n, 32], the last of which repeats the last channel if D is no multiple."""
+    missing = -x.shape[-1] % GROUP
+    if missing:
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], -1)
+    return x.unflatten(-1, (-1, GROUP))
