@@ -330,3 +330,23 @@ def test_many_readers_of_one_prefix(case):
     apart = [generate(model, text[None], past_key_values=read(model, prefix)) for text in texts]
     assert torch.equal(together, torch.cat(apart))
     assert torch.equal(together, generate(model, texts))
+
+
+def test_a_memory_in_other_bits_is_refused_with_what_to_do(tmp_path):
+    model = make_model(CASE["attention-kept-bits"])
+    plain = make_model(CASE["attention-kept-bits"], cache_bits=None)
+    for ours, other in ((model, plain), (plain, model)):
+        save_memory(read(ours, random_tokens(1, 9)), tmp_path / "memory", ours)
+        with pytest.raises(ValueError, match="set cache_bits of the model's config to that of the"):
+            load_memory(tmp_path / "memory", other)
+        other.config.cache_bits, usual = ours.config.cache_bits, other.config.cache_bits
+        go_on(other, load_memory(tmp_path / "memory", other), random_tokens(1, 3))
+        other.config.cache_bits = usual
+
+
+def test_scales_that_are_no_numbers_are_refused(tmp_path):
+    model = make_model(CASE["attention-kept-bits"])
+    save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+    rewrite(tmp_path / "memory", lambda header, tensors: tensors["0.keys"].fill_(255))
+    with pytest.raises(ValueError, match=r"state 0\.keys with finite scales"):
+        load_memory(tmp_path / "memory", model)

@@ -7,7 +7,7 @@ a `MemoryLayer`. `generate` creates these caches itself.
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 from transformers.utils.import_utils import is_tracing
+
+from hf_memory.ops.bits import packed_bytes
 
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
@@ -44,6 +46,7 @@ class State:
         at_most: number of tokens after which it stops growing; None: it does not.
         absent: value of entries that belong to no token of a row.
         largest: the largest value of whole numbers; None: the number of tokens.
+        bits: the bits of each number of a packed state, whose `shape` and `dtype` are those of bytes; None: not packed.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +55,18 @@ class State:
     at_most: int | None = None
     absent: int = 0
     largest: int | None = None
+    bits: int | None = None
+
+    def in_bits(self, bits: int | None) -> "State":
+        """The same numbers packed in 8 or 4 bits, see `hf_memory.ops.bits`; unchanged if it is None.
+
+        Only numbers in the model's dtype are packed, and not counts, nor what is declared in float32.
+        """
+        if bits is None or self.dtype is not None:
+            return self
+        *rows, channels = self.shape
+        shape = *rows, packed_bytes(channels, bits)
+        return replace(self, shape=shape, dtype=torch.uint8, largest=255, bits=bits)
 
     def places(self, tokens_read: int) -> tuple[int, ...]:
         """The number of entries of a row after some tokens, as a shape; empty if the state does not grow."""
@@ -133,12 +148,28 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             inputs: what a mixer reads next, [B, T, ...] each; states that grow get room for it. Default: nothing.
             spec: the declaration of the states; default: that of the last call.
         """
-        if spec is not None:
+        if spec is not None and spec is not self.spec:
+            self._check_bits(spec)
             self.spec = spec
         if not self.is_initialized:
             return {}
         more = 0 if inputs is None else _length(inputs)
         return self._with_room(self.states, self.tokens_read + more)
+
+    def _check_bits(self, spec: Spec) -> None:
+        """Raise ValueError if states are held in other bits than those that a mixer declares."""
+        if not self.is_initialized:
+            return
+        for name, held in self.spec.items():
+            if name in spec and held.bits != spec[name].bits:
+                asked, given = (
+                    f"{bits} bits" if bits else "the model's dtype"
+                    for bits in (spec[name].bits, held.bits)
+                )
+                raise ValueError(
+                    f"cache must hold {name} in {asked}, as cache_bits of the config says, got it in {given}; make "
+                    "a new cache"
+                )
 
     def write(self, inputs: Inputs, states: States, output: Tensor) -> Tensor:
         """Keep the states after some inputs.
@@ -464,12 +495,22 @@ def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[
 
     transformers' own holds views of all keys and values that it has just read, until it reads the next token.
     """
-    seen = cache.update(keys, values, layer_idx)
     layer = cache.layers[layer_idx]
+    if layer.is_initialized and layer.keys.numel() > 0:
+        given, asked = (f"{x.shape[-1]} {_unit(x)}" for x in (layer.keys, keys))
+        if given != asked:
+            raise ValueError(
+                f"cache must hold keys of {asked}, as cache_bits of the config says, got keys of {given}; make a new cache"
+            )
+    seen = cache.update(keys, values, layer_idx)
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.keys = owned(layer.keys)
         layer.values = owned(layer.values)
     return seen
+
+
+def _unit(x: Tensor) -> str:
+    return "bytes" if x.dtype == torch.uint8 else "channels"
 
 
 def _writable(x: Tensor) -> Tensor:

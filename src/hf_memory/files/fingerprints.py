@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -43,11 +44,20 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def model_fingerprint(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> str:
-    """A fingerprint of the config and some numbers of each weight, rounded to a dtype; the same on every device."""
+def model_fingerprint(
+    model: PreTrainedModel, dtype: torch.dtype = torch.float32, without: Collection[str] = ()
+) -> str:
+    """A fingerprint of the config and some numbers of each weight, rounded to a dtype; the same on every device.
+
+    Fields of the config whose names are in `without` do not change it.
+    """
     config = {
-        name: value for name, value in model.config.to_dict().items() if name not in OF_LOADING
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in OF_LOADING and name not in without
     }
+    if config.get("cache_bits", 0) is None:  # as of models that had no such field
+        del config["cache_bits"]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in model.state_dict().items():
         numbers = weight.detach().flatten()

@@ -1,5 +1,6 @@
 """Softmax attention, full or sliding, through transformers' attention interface."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
@@ -11,6 +12,7 @@ from hf_memory.convertible import Convertible
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
+from hf_memory.ops.bits import pack, rounded, unpack
 from hf_memory.ops.soft_cap import soft_capped
 
 
@@ -33,9 +35,14 @@ class AttentionMixer(Convertible, Projections):
         )
         at_most = None if window is None else window - 1
         return {
-            name: State((heads, D), None, "token", at_most)
+            name: State((heads, D), None, "token", at_most).in_bits(config.bits_of("attention"))
             for name, D in (("keys", K), ("values", V))
         }
+
+    @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
+        """See `Projections.kinds_in_bits`."""
+        return ("attention",)
 
     @takes_cache
     def forward(
@@ -55,10 +62,30 @@ class AttentionMixer(Convertible, Projections):
         """
         rows = self.project_heads(hidden_states, Positions(*position_embeddings))
         q, k, v = (x.transpose(1, 2) for x in rows)  # [B, H, T, D]
-        if cache is not None:
+        bits = self.config.bits_of("attention")
+        if bits is not None:
+            k, v = self._in_bits(k, v, bits, cache)
+        elif cache is not None:
             k, v = update(cache, self.layer_idx, k, v)
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
+
+    def _in_bits(
+        self, k: Tensor, v: Tensor, bits: int, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, H, tokens, D] that queries see; a cache, if there is one, has them in bytes."""
+        new = k, v
+        packed = [pack(x, bits) for x in new]
+        seen = packed if cache is None else update(cache, self.layer_idx, *packed)
+        numbers = []
+        for x, all_bytes, own_bytes in zip(new, seen, packed):
+            if torch.is_grad_enabled() and x.requires_grad:
+                before = all_bytes[..., : all_bytes.shape[-2] - x.shape[-2], :]
+                past = unpack(before, x.shape[-1], bits, x.dtype)
+                numbers.append(torch.cat([past, rounded(x, own_bytes, bits)], -2))
+            else:
+                numbers.append(unpack(all_bytes, x.shape[-1], bits, x.dtype))
+        return numbers[0], numbers[1]
 
     def attend(
         self,

@@ -162,7 +162,7 @@ class Projections(nn.Module, ABC):
         self.layer_idx = layer_idx
         self.rotates = config.rotating_channels(layer_idx) > 0
         query_heads, key_heads, value_heads, self.head_dim, self.value_dim = self.heads
-        self.spec = flat(self.state_spec(config, layer_idx))
+        self._declare_states()
         self.has_parts = any("." in name for name in self.spec)
         self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5
         self.softcap = config.attn_logit_softcapping
@@ -184,6 +184,14 @@ class Projections(nn.Module, ABC):
                 RMSNorm(n * self.head_dim, eps=config.rms_norm_eps) for n in heads
             )
 
+    def declare(self) -> None:
+        """Declare the states anew, after `cache_bits` of the config has changed."""
+        self._declare_states()
+
+    def _declare_states(self) -> None:
+        self.spec = flat(self.state_spec(self.config, self.layer_idx))
+        self.declared_bits = self.config.cache_bits
+
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
         """Numbers of query, key and value heads, and of channels of a key and of a value."""
@@ -198,6 +206,11 @@ class Projections(nn.Module, ABC):
     @abstractmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states that the mixer of a layer keeps for each sequence, by name."""
+
+    @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
+        """The kinds of keys and values of a layer that `cache_bits` of the config can name."""
+        return ()
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., H * D] -> [..., H, D]; with tensor parallelism H is smaller than in the config."""
@@ -317,6 +330,8 @@ class MemoryMixer(Convertible, Projections):
             The output [B, T, hidden_size], and None, since a memory has no attention weights.
         """
         B, T = hidden_states.shape[:2]
+        if self.config.cache_bits != self.declared_bits:
+            self.declare()
         inputs = self.inputs(hidden_states, position_embeddings, attention_mask, cu_seqlens)
         place = self.layer_idx if step is None else step
         layer = None if cache is None else memory_layer(cache, place)

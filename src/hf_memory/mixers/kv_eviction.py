@@ -27,6 +27,7 @@ from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
+from hf_memory.ops.bits import pack, rounded, unpack
 from hf_memory.ops.dispatch import Backend
 from hf_memory.ops.kv_eviction import retained_attention
 from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at
@@ -69,6 +70,9 @@ class KVEviction(NamedTuple):
     block: int  # number of tokens after which it is decided which ones stay
     needs_mass: bool = False  # whether the masses of the softmax are asked for
     backend: Backend = "auto"
+    bits: int | None = (
+        None  # of each number of the states' keys and values, see `hf_memory.ops.bits`
+    )
 
     @property
     def stay(self) -> int:
@@ -79,7 +83,8 @@ class KVEviction(NamedTuple):
         """The states, those of `Entries`."""
         shape = heads, self.stay + self.block
         numbers = {"number": State(shape, torch.int32), "received": State(shape)}
-        return {"keys": State((*shape, D), None), "values": State((*shape, D), None), **numbers}
+        rows = State((*shape, D), None).in_bits(self.bits)
+        return {"keys": rows, "values": rows, **numbers}
 
     def read_many(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context
@@ -116,6 +121,8 @@ class KVEviction(NamedTuple):
         c = self.block
         position: Any = context.uniform_length
         seen = held
+        like = k
+        k, v = self._stored(k, v)
         if position is None:
             position = context.states["tokens_read"][:, None]
             place = position % c
@@ -139,11 +146,7 @@ class KVEviction(NamedTuple):
             hidden = None if position - place >= n else seen.number == 0
             may_end = place == c - 1
             ends = torch.ones(1, 1, 1, dtype=torch.bool, device=q.device) if may_end else None
-        keys = seen.keys.to(k.dtype)
-        values = seen.values.to(v.dtype)
-        attended, weights = self._attended(
-            q, seen._replace(keys=keys, values=values), hidden, scores
-        )
+        attended, weights = self._attended(q, self._numbers(seen, like), hidden, scores)
         seen.received.add_(weights)
         if may_end:
             self._end_blocks(held, ends)
@@ -157,16 +160,27 @@ class KVEviction(NamedTuple):
             x[:, :, :n] = stay
             x[:, :, n:].masked_fill_(expand_dims_like(ends, x), 0)
 
-    def _entries(self, k: Tensor, context: Context) -> Entries:
+    def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., D] as the states have them."""
+        return (k, v) if self.bits is None else (pack(k, self.bits), pack(v, self.bits))
+
+    def _numbers(self, entries: Entries, like: Tensor) -> Entries:
+        """Entries of the states with keys and values as numbers [..., D] in the dtype of keys `like` [..., D]."""
+        keys, values = entries.keys, entries.values
+        if self.bits is None:
+            return entries._replace(keys=keys.to(like.dtype), values=values.to(like.dtype))
+        rows = (unpack(x, like.shape[-1], self.bits, like.dtype) for x in (keys, values))
+        return entries._replace(**dict(zip(("keys", "values"), rows)))
+
+    def _entries(self, stored: Tensor, wide: torch.dtype, context: Context) -> Entries:
+        """The entries before new keys [B, T, H, ...] as they are stored; if there are none, empty ones."""
         if context.states:
             keys, values, *numbers = (context.states[name] for name in Entries._fields)
-            return Entries(keys.to(k.dtype), values.to(k.dtype), *numbers)
-        B, _, H, D = k.shape
-        keys, values = (k.new_zeros(B, H, self.stay + self.block, D) for _ in range(2))
-        number, received = (
-            k.new_zeros(B, H, self.stay + self.block, dtype=x)
-            for x in (torch.int32, upcast(k[:0]).dtype)
-        )
+            return Entries(keys.to(stored.dtype), values.to(stored.dtype), *numbers)
+        B, _, H, D = stored.shape
+        shape = B, H, self.stay + self.block
+        keys, values = (stored.new_zeros(*shape, D) for _ in range(2))
+        number, received = (stored.new_zeros(shape, dtype=x) for x in (torch.int32, wide))
         return Entries(keys, values, number, received)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
@@ -175,30 +189,39 @@ class KVEviction(NamedTuple):
         c = self.block
         before, after = context.counts(q)
         offset = before % c
-        entries = self._entries(k, context)
-        begun = entries.of(slice(self.stay, None))
+        stored = self._stored(k, v)
+        entries = self._entries(stored[0], upcast(q[:0]).dtype, context)
         width = T + (c - 1 if context.states else 0)  # a piece may begin anywhere in a block
         place = torch.arange(-(-width // c) * c, device=q.device)
-        if context.states:
-            back = (place - offset).clamp(max=T - 1)  # to the new tokens
-            q = take(q, back.clamp(min=0))
-            token = torch.where(back < 0, place, c + back)
-            k, v = (
-                take(torch.cat([x.transpose(1, 2), y], 1), token) for x, y in zip(begun, (k, v))
-            )
-        else:
-            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, len(place) - T)) for x in (q, k, v))
         number = torch.where(place < offset + after - before, before - offset + place + 1, 0).int()
-        received = F.pad(begun.received, (0, len(place) - c))
-        new = Entries(
-            k.transpose(1, 2), v.transpose(1, 2), number[:, None].expand_as(received), received
-        )
-        query_mask = ((place >= offset) & (number > 0)).to(received.dtype)
-        entries = entries.of(slice(self.stay)).with_block(new)
+        back = (place - offset).clamp(max=T - 1)  # to the new tokens
+        token = torch.where(back < 0, place, c + back)
+        beyond = (0, 0, 0, 0, 0, len(place) - T)  # padding of rows [B, T, H, D]
+
+        def with_new(entries: Entries, rows: Sequence[Tensor]) -> Entries:
+            begun = entries.of(slice(self.stay, None))
+            if context.states:
+                rows = [
+                    take(torch.cat([x.transpose(1, 2), y], 1), token) for x, y in zip(begun, rows)
+                ]
+            else:
+                rows = [F.pad(x, beyond) for x in rows]
+            received = F.pad(begun.received, (0, len(place) - c))
+            keys, values = (x.transpose(1, 2) for x in rows)
+            new = Entries(keys, values, number[:, None].expand_as(received), received)
+            return entries.of(slice(self.stay)).with_block(new)
+
+        seen = with_new(entries, stored)
+        query_mask = ((place >= offset) & (number > 0)).to(seen.received.dtype)
+        q = take(q, back.clamp(min=0)) if context.states else F.pad(q, beyond)
+        held = seen
+        if self.bits is not None:
+            numbers = [rounded(x, y, self.bits) for x, y in zip((k, v), stored)]
+            seen = with_new(self._numbers(entries, k), numbers)
         n = self.stay
         o, mass, stays, received = retained_attention(
             q,
-            *entries,
+            *seen,
             query_mask,
             block=c,
             first=self.first,
@@ -211,8 +234,8 @@ class KVEviction(NamedTuple):
             backend=self.backend,
         )
         attended = [o, mass] if self.needs_mass and mass is not None else [o]
-        held = entries.select(stays)._replace(received=received[:, :, :n])
-        new = new._replace(received=received[:, :, n:])
+        new = held.of(slice(n, None))._replace(received=received[:, :, n:])
+        held = held.select(stays)._replace(received=received[:, :, :n])
         if context.states:
             attended = [take(x, offset + torch.arange(T, device=q.device)) for x in attended]
         last = (offset + after - before) // c * c + torch.arange(

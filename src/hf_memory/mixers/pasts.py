@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, Scores, near_blocks, rows_of
 from hf_memory.mixers.base import Context
+from hf_memory.ops.bits import pack, rounded, unpack
 from hf_memory.ops.layout import expand_dims_like, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 
@@ -27,6 +28,17 @@ class Seen(NamedTuple):
         """The same without the first entries."""
         visible = None if self.visible is None else self.visible[..., lead:]
         return Seen(self.keys[:, lead:], self.values[:, lead:], visible, self.left)
+
+    def after(self, always: Any) -> "Seen":
+        """The same with the entry `always`, a key and a value [1, 1, H, D], before the others; None: without one."""
+        if always is None:
+            return self
+        keys, values = (
+            torch.cat([x.to(y.dtype).expand(len(y), -1, -1, -1), y], 1)
+            for x, y in zip(always, (self.keys, self.values))
+        )
+        visible = None if self.visible is None else F.pad(self.visible, (1, 0), value=True)
+        return Seen(keys, values, visible, self.left)
 
     def blocks(self, q: Tensor) -> Blocks:
         """Queries [B, 1, HQ, D] with what they see, for scores that do not depend on positions."""
@@ -86,13 +98,7 @@ class Everything(NamedTuple):
         visible = None
         if context.uniform_length is None:
             visible = (states[f"{self.prefix}positions"] >= 0)[:, None, None]
-        if always is None:
-            return Seen(keys, values, visible)
-        keys, values = (
-            torch.cat([x.to(y.dtype).expand(len(y), -1, -1, -1), y], 1)
-            for x, y in zip(always, (keys, values))
-        )
-        return Seen(keys, values, None if visible is None else F.pad(visible, (1, 0), value=True))
+        return Seen(keys, values, visible).after(always)
 
 
 class Window(NamedTuple):
@@ -297,6 +303,78 @@ class Ring(NamedTuple):
         return torch.where(
             position < self.first, position, self.first + (position - self.first) % self.size
         )
+
+
+class InBits(NamedTuple):
+    """A past whose keys and values are stored in few bits, see `hf_memory.ops.bits`.
+
+    Queries see the numbers that are stored, also in the call that reads them: how a text is divided into calls does not
+    matter. Packed rows take the way of numbers through the past, which moves and selects them. Gradients pass rounding
+    within a call, and do not pass states.
+    """
+
+    past: Any  # Everything, Window, or a Ring without `lead`
+    bits: int
+
+    @property
+    def first(self) -> int:
+        """Number of first tokens that are seen from everywhere."""
+        return self.past.first
+
+    @property
+    def lead(self) -> int:
+        """0: what comes before the tokens in a ring is not packed."""
+        return 0
+
+    def spec(self, *sizes: int) -> Spec:
+        """The states of the past, with keys and values in bytes."""
+        return {name: x.in_bits(self.bits) for name, x in self.past.spec(*sizes).items()}
+
+    def read_many(
+        self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None, **more
+    ) -> Past:
+        """See `read_many` of the past."""
+        packed = [pack(x, self.bits) for x in (k, v)]
+        numbers = [rounded(x, y, self.bits) for x, y in zip((k, v), packed)]
+        before = context._replace(states=self._unpacked(context.states, k, v))
+        past = self.past.read_many(*numbers, tokens, before, **more)
+        return past._replace(states=self.past.read_many(*packed, tokens, context, **more).states)
+
+    def read_one(self, k: Tensor, v: Tensor, context: Context, always: Any = None) -> Seen:
+        """See `read_one` of the past."""
+        seen = self.past.read_one(*(pack(x, self.bits) for x in (k, v)), context)
+        left = seen.left
+        if left is not None and left[0] is not None:
+            left = self._numbers(left[0], left[1], k, v)
+        keys, values = self._numbers(seen.keys, seen.values, k, v)
+        return Seen(keys, values, seen.visible, left).after(always)
+
+    def extend(self, new: States, context: Context) -> tuple[list[Any], States]:
+        """See `Ring.extend`; for other states of the same tokens, which are not packed."""
+        return self.past.extend(new, context)
+
+    def replace(self, new: States, context: Context) -> list[Any]:
+        """See `Ring.replace`; for other states of the same tokens, which are not packed."""
+        return self.past.replace(new, context)
+
+    def _unpacked(self, states: States, k: Tensor, v: Tensor) -> States:
+        numbers = dict(states)
+        for kind in ("", "sink_"):
+            names = [f"{self.past.prefix}{kind}{x}" for x in ("keys", "values")]
+            if names[0] in states:
+                of_kind = self._numbers(states[names[0]], states[names[1]], k, v)
+                numbers |= dict(zip(names, of_kind))
+        return numbers
+
+    def _numbers(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """The numbers of packed keys and values, as many for each row as k and v have, and in their dtypes."""
+        pairs = zip((keys, values), (k, v))
+        return [unpack(x, like.shape[-1], self.bits, like.dtype) for x, like in pairs]
+
+
+def in_bits(past: Any, bits: int | None) -> Any:
+    """A past whose keys and values are stored in 8 or 4 bits, or the past itself if it is None."""
+    return past if bits is None else InBits(past, bits)
 
 
 def _first_of_packed(k: Tensor, v: Tensor, place: Tensor, cu_seqlens: Tensor) -> Columns:

@@ -30,7 +30,7 @@ from hf_memory.mixers.attention_blocks import (
 from hf_memory.mixers.base import Context, MemoryMixer, Projections
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.kv_eviction import KVEviction
-from hf_memory.mixers.pasts import Everything, Past, Ring, Seen
+from hf_memory.mixers.pasts import Everything, Past, Ring, Seen, in_bits
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
 
@@ -102,17 +102,23 @@ class WindowedMixer(MemoryMixer):
         )
         sizes = config.num_key_value_heads, self.head_dim, self.value_dim
         self.virtual_token: Any = VirtualToken(*sizes) if config.virtual_token else None
-        self.window = _window(config, layer_idx, config.sliding_window)._replace(
-            leaves=self.far is not None
-        )
         self.kv_eviction = (
             _kv_eviction(config, layer_idx) if config.kept_tokens[layer_idx] else None
         )
-        self.full: Any = Everything("full_")
-        if (longer := config.full_attention_window) is not None:
-            self.full = _window(config, layer_idx, longer, "full_")._replace(leaves=False)
+        self._declare_pasts()
         parts = (True, self.near_heads), (False, self.full_heads)
         self.parts = [(is_near, _slices(heads)) for is_near, heads in parts if heads]
+
+    def declare(self) -> None:
+        """See `Projections.declare`."""
+        super().declare()
+        self._declare_pasts()
+
+    def _declare_pasts(self) -> None:
+        self.window = _near(self.config, self.layer_idx, leaves=self.far is not None)
+        self.full = _full(self.config, self.layer_idx)
+        if self.kv_eviction is not None:
+            self.kv_eviction = self.kv_eviction._replace(bits=self.config.bits_of("window"))
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -123,8 +129,7 @@ class WindowedMixer(MemoryMixer):
         spec: Spec = {"tokens_read": State((), torch.long)}
         if heads:
             keeps = config.kept_tokens[layer_idx]
-            window = config.sliding_window
-            near = _kv_eviction(config, layer_idx) if keeps else _window(config, layer_idx, window)
+            near = _kv_eviction(config, layer_idx) if keeps else _near(config, layer_idx)
             spec |= near.spec(heads, D)
             if config.layer_types[layer_idx] == "sliding_memory":
                 spec |= config.far_memory.state_spec(config, heads)
@@ -132,10 +137,18 @@ class WindowedMixer(MemoryMixer):
                 spec["slot_gates"] = State((kept, heads, config.far_memory.num_gates))
                 spec["slot_angles"] = State((kept, config.rotating_channels(layer_idx)), None)
         if full and config.full_attention_window is not None:
-            spec |= _window(config, layer_idx, config.full_attention_window, "full_").spec(full, D)
+            spec |= _full(config, layer_idx).spec(full, D)
         elif full:
-            spec |= Everything("full_").spec(full, D, D)
+            spec |= _full(config, layer_idx).spec(full, D, D)
         return spec
+
+    @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
+        """See `Projections.kinds_in_bits`."""
+        full = config.full_attention_heads[layer_idx] if config.full_attention_heads else []
+        has_window = len(full) < config.num_key_value_heads
+        kinds = {"full_attention_heads": bool(full), "window": has_window}
+        return tuple(kind for kind, is_here in kinds.items() if is_here)
 
     @classmethod
     def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
@@ -348,14 +361,15 @@ class WindowedMixer(MemoryMixer):
         q, rotated, k, v = rows
         if self.kv_eviction is not None:
             return self._attend_kept(self._kept_tokens.read_one, rows, context, heads)
-        seen = self.window.read_one(k, v, context)
+        window = self.window
+        seen = window.read_one(k, v, context, None if window.lead else self._always(heads))
         scores = self.scores
-        if self.far is None and (self.sinks is None or scores.is_plain):
+        if self.far is None and (self.sinks is None or (window.lead and scores.is_plain)):
             if self.sinks is not None:
                 seen = self._with_sink_scores(seen)
             return scores.attend(seen.blocks(rotated)), {}
         if self.sinks is not None:
-            seen = seen.without(self.window.lead)
+            seen = seen.without(window.lead)
         attended = self._with_sinks(scores.attend_with_mass(seen.blocks(rotated)))
         if self.far is None:
             return attended[0], {}
@@ -414,10 +428,14 @@ class WindowedMixer(MemoryMixer):
 
     def _full_one(self, rows: tuple, context: Context, heads: list[slice]) -> tuple[Tensor, States]:
         _, q, k, v = rows
-        always = None
-        if self.virtual_token is not None:
-            always = [_heads(x, heads) for x in self.virtual_token()]
+        always = self._always(heads)
         return self.scores.attend(self.full.read_one(k, v, context, always).blocks(q)), {}
+
+    def _always(self, heads: list[slice]) -> list[Tensor] | None:
+        """The key and the value of the virtual token of some heads [1, 1, H, D]; None without one."""
+        if self.virtual_token is None:
+            return None
+        return [_heads(x, heads) for x in self.virtual_token()]
 
     def _virtual(self, heads: list[slice], rows: int) -> Columns | None:
         """The virtual token of some heads, as often as there are rows; None without one."""
@@ -485,13 +503,26 @@ def _kv_eviction(config, layer_idx: int) -> KVEviction:
         config.kept_tokens[layer_idx],
         config.kept_block_size,
     )
-    return KVEviction(*sizes, needs_mass=needs_mass)
+    return KVEviction(*sizes, needs_mass=needs_mass, bits=config.bits_of("window"))
 
 
-def _window(config, layer_idx: int, tokens: int, prefix: str = "") -> Ring:
+def _near(config, layer_idx: int, *, leaves: bool = True) -> Any:
+    ring = _ring(config, layer_idx, config.sliding_window, config.bits_of("window"))
+    return in_bits(ring._replace(leaves=leaves), config.bits_of("window"))
+
+
+def _full(config, layer_idx: int) -> Any:
+    bits = config.bits_of("full_attention_heads")
+    past: Any = Everything("full_")
+    if (longer := config.full_attention_window) is not None:
+        past = _ring(config, layer_idx, longer, bits)._replace(prefix="full_", leaves=False)
+    return in_bits(past, bits)
+
+
+def _ring(config, layer_idx: int, tokens: int, bits: int | None) -> Ring:
     learned = config.attention_sinks or config.virtual_token
-    lead = int(learned and config.layer_types[layer_idx] == "sliding_heads")
-    return Ring(tokens, config.num_sink_tokens, prefix, lead=lead)
+    has_lead = learned and config.layer_types[layer_idx] == "sliding_heads" and bits is None
+    return Ring(tokens, config.num_sink_tokens, lead=int(has_lead))
 
 
 def _slices(heads: list[int]) -> list[slice]:

@@ -89,6 +89,10 @@ def check_divisible(
 
 def check_passes_gradients(model, otherwise: str) -> None:
     """Raise ValueError, which begins with `otherwise`, unless parts of a row give the gradients of the whole row."""
+    if bits := model.config.cache_bits:
+        raise ValueError(
+            f"{otherwise} with cache_bits={bits}: gradients do not flow through states in few bits"
+        )
     if stops := {
         type(layer.mixer).__name__ for layer in model.layers if not layer.mixer.passes_gradients
     }:

@@ -25,6 +25,7 @@ from hf_memory.modeling.checks import (
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.modeling.options import AttentionWindow, Experts, ProductKeys, TeacherShape
 from hf_memory.modeling.registration import KnownToPeft
+from hf_memory.ops.bits import BITS
 from hf_memory.ops.dispatch import BACKENDS
 
 
@@ -63,6 +64,10 @@ class MemoryConfig(
         memory_rope (`bool`, defaults to `False`): rotate queries and keys in memory layers too, not only in attention.
         mixer_backend (`str`, defaults to `"auto"`): backend of the memory's op: `"auto"`, `"reference"`, `"chunk"` or
             `"triton"`. Their results differ only by rounding.
+        cache_bits (`int` or `dict[str, int]`, *optional*): bits of each number of keys and values in the cache, 8 or 4,
+            with scales beside them; default: all bits of the model's dtype. A number is for all kinds of them that a
+            model has, and a dict has those of some: `"full_attention_heads"`; `"window"`: first tokens, window and kept
+            tokens of the other heads; `"attention"`: layers of attention. Other states keep their bits.
     """
 
     model_type = "hf_memory"
@@ -115,6 +120,7 @@ class MemoryConfig(
     layer_types: list[str] | None = None  # type: ignore[assignment]
     memory_rope: bool = False
     mixer_backend: str = "auto"
+    cache_bits: int | dict[str, int] | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -245,6 +251,29 @@ class MemoryConfig(
         """The mixer class of a layer."""
         return self.mixers[self.layer_types[layer_idx]]
 
+    def bits_of(self, kind: str) -> int | None:
+        """Bits of each number of a kind of keys and values in the cache; None: those of the model's dtype."""
+        bits = self.cache_bits
+        return bits.get(kind) if isinstance(bits, dict) else bits
+
+    def _check_bits(self) -> None:
+        """Refuse bits that numbers cannot have, and bits of what no layer has."""
+        given = self.cache_bits
+        if not isinstance(given, dict):
+            check(given is None or given in BITS, "cache_bits", f"one of {BITS}, or None", given)
+            return
+        kinds = self.kinds_in_bits
+        for kind, bits in given.items():
+            check(kind in kinds, "cache_bits", f"a number, or a dict with some of {kinds}", given)
+            check(bits in BITS, f"cache_bits of {kind!r}", f"one of {BITS}", bits)
+
+    @property
+    def kinds_in_bits(self) -> list[str]:
+        """The kinds of keys and values of this model that `cache_bits` can name."""
+        layers = range(self.num_hidden_layers)
+        found = [kind for i in layers for kind in self.mixer_class(i).kinds_in_bits(self, i)]
+        return list(dict.fromkeys(found))
+
     @property
     def state_specs(self) -> list[Spec]:
         """The states that each layer keeps for a sequence, by name."""
@@ -288,4 +317,5 @@ class MemoryConfig(
             pad,
         )
         check_rope("rope_parameters", self.rope_parameters, self.head_dim)
+        self._check_bits()
         super().validate_architecture()

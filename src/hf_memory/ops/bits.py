@@ -40,6 +40,13 @@ def unpack(packed: Tensor, channels: int, bits: int, dtype: torch.dtype) -> Tens
     return without_autocast(_unpack, packed, channels, bits, dtype)
 
 
+def scales(packed: Tensor, bits: int) -> Tensor:
+    """The scales and least numbers [..., 2 n] of the n groups of packed rows, in float16."""
+    most = 4 + GROUP * bits // 8  # bytes of a group
+    n = -(-packed.shape[-1] // most)
+    return packed[..., : 4 * n].view(torch.float16)
+
+
 def rounded(x: Tensor, packed: Tensor, bits: int) -> Tensor:
     """The numbers that were packed from rows x [..., D]; the gradient is that of x, as if nothing were rounded."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -97,7 +104,7 @@ def _pack(x: Tensor, bits: int) -> Tensor:
 def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     n = _groups(D)
-    scale, least = packed[..., : 4 * n].view(torch.float16).to(wide).chunk(2, -1)
+    scale, least = scales(packed, bits).to(wide).chunk(2, -1)
     codes = packed[..., 4 * n :]
     if bits == 4:
         codes = torch.cat([codes & 15, codes >> 4], -1)

@@ -20,6 +20,7 @@ from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.folders import check_regular, replaced
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
+from hf_memory.ops.bits import scales
 
 FORMAT = "hf_memory memory 2"
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit numbers
@@ -63,7 +64,8 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
     header = {
         "format": FORMAT,
         "model": model.config.name_or_path or type(model).__name__,
-        "fingerprint": model_fingerprint(model, torch.bfloat16),
+        "fingerprint": _fingerprint(model),
+        "bits": json.dumps(model.config.cache_bits),
         "tokens_read": str(cache.get_seq_length()),
         "layers": _kinds(cache),
     }
@@ -150,9 +152,15 @@ def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTr
         raise ValueError(f"{path} must have the format {FORMAT!r}, got {header.get('format')!r}")
     if not header.keys() >= HEADER:
         raise ValueError(f"{path} is damaged or was changed after it was written")
-    if header["fingerprint"] != model_fingerprint(model, torch.bfloat16):
+    if header["fingerprint"] != _fingerprint(model):
         raise ValueError(
             f"{path} is a memory of another model or of other weights: it was made by {header['model']}"
+        )
+    bits = header.get("bits", "null")
+    if bits != json.dumps(model.config.cache_bits):
+        raise ValueError(
+            f"{path} holds a memory of cache_bits={bits}, got a model of cache_bits={model.config.cache_bits}: set "
+            "cache_bits of the model's config to that of the file, or read the text again"
         )
     if header["layers"] != _kinds(cache):
         raise ValueError(f"{path} must have layers {_kinds(cache)}, got {header['layers']}")
@@ -183,6 +191,9 @@ def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, li
 
 def _fault(x: Tensor, state: State, tokens_read: int) -> str | None:
     """What a state must be, if its numbers are none that reading can have led to."""
+    if state.bits is not None and x.dtype == state.dtype:
+        is_finite = scales(x.contiguous(), state.bits).isfinite().all()
+        return None if is_finite else "with finite scales, got others"
     declared = state.dtype or torch.float32
     if x.dtype not in (FLOATS if declared.is_floating_point else (declared,)):
         return f"of {declared}, got {x.dtype}"
@@ -199,6 +210,11 @@ def _fault(x: Tensor, state: State, tokens_read: int) -> str | None:
         if is_possible
         else f"of numbers from {state.absent} to {largest}, got {x.min()} to {x.max()}"
     )
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """A fingerprint of what made a file, without the bits of its numbers, which the file says itself."""
+    return model_fingerprint(model, torch.bfloat16, without={"cache_bits"})
 
 
 def _kinds(cache: Cache) -> str:

@@ -110,6 +110,11 @@ class ForgettingHeads(PlainHeads):
             name: heads for name, heads in parts.items() if self.spec[name].growth == "fixed"
         }
 
+    @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
+        """None, since keys have sums of gates in further channels, which need their bits."""
+        return ()
+
     @property
     def scores(self) -> Scores:
         """See `MemoryMixer.scores`; with the gates."""

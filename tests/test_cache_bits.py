@@ -1,0 +1,112 @@
+"""Keys and values of a cache in few bits. Contracts of caches run over the cases with bits among all others."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from cases import CASE, go_on, make_config, make_model, random_tokens, read
+from comparing import assert_close
+from hf_memory.cache import state_bytes
+from hf_memory.evaluation import cache_bytes
+
+NAMES = [name for name in CASE if name.endswith("-bits")]
+every_case_with_bits = pytest.mark.parametrize("name", NAMES)
+
+
+@every_case_with_bits
+@torch.no_grad()
+def test_a_text_is_the_same_however_it_is_divided(name):
+    """Queries see the numbers that the cache holds, also without a cache, and in the call that reads a token."""
+    model = make_model(CASE[name]).double()
+    tokens = random_tokens(2, 14)
+    expected = model(tokens).logits
+    for lengths in ([14], [5, 4, 5], [1] * 14):
+        cache = DynamicCache(config=model.config)
+        assert_close(
+            torch.cat([go_on(model, cache, x) for x in tokens.split(lengths, 1)], 1), expected
+        )
+
+
+@every_case_with_bits
+@torch.no_grad()
+def test_few_bits_change_logits_a_little(name):
+    tokens = random_tokens(2, 14)
+    exact = make_model(CASE[name], cache_bits=None).double()(tokens).logits
+    errors = {}
+    for bits in (8, 4):
+        model = make_model(CASE[name], cache_bits=bits).double()
+        errors[bits] = (model(tokens).logits - exact).norm() / exact.norm()
+    assert 0 < errors[8] < 0.02
+    assert errors[8] < errors[4] < 0.3
+
+
+@pytest.mark.parametrize(("bits", "expected"), [(8, 72), (4, 40), (None, 128)])
+def test_a_cache_holds_as_many_bytes_as_its_bits_say(bits, expected):
+    """A key of 64 channels, of a model in bfloat16."""
+    model = make_model(
+        CASE["transformer"],
+        layer_types=["full_attention"] * 2,
+        hidden_size=256,
+        cache_bits=bits,
+    ).to(torch.bfloat16)
+    cache = read(model, random_tokens(1, 20))
+    assert state_bytes(cache) == 2 * 2 * 2 * 20 * expected  # keys and values, layers, heads, tokens
+
+
+@every_case_with_bits
+def test_bits_of_a_loaded_model_can_be_chosen(name, tmp_path):
+    make_model(CASE[name]).save_pretrained(tmp_path)
+    tokens = random_tokens(1, 9)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.config.cache_bits == make_config(CASE[name]).cache_bits
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, cache_bits=None)
+    expected = make_model(CASE[name], cache_bits=None)
+    assert torch.equal(exact(tokens).logits, expected(tokens).logits)
+    saved.config.cache_bits = None
+    assert torch.equal(saved(tokens).logits, expected(tokens).logits)
+    assert state_bytes(read(saved, tokens)) == cache_bytes(saved.config, 9)
+    saved.config.cache_bits = 4
+    assert state_bytes(read(saved, tokens)) == cache_bytes(saved.config, 9)
+
+
+@every_case_with_bits
+def test_a_cache_in_other_bits_is_refused(name):
+    model = make_model(CASE[name])
+    cache = read(model, random_tokens(1, 9))
+    for other in (None, 8, 4):
+        model.config.cache_bits = other
+        if state_bytes(read(model, random_tokens(1, 9))) == state_bytes(cache):
+            continue
+        with pytest.raises(ValueError, match="as cache_bits of the config says, got"):
+            go_on(model, cache, random_tokens(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("bits", "named"),
+    [
+        (16, r"cache_bits must be one of \(8, 4\), or None"),
+        ({"window": 2}, "cache_bits of 'window' must be one of"),
+        ({"attention": 8}, r"a dict with some of \['window', 'full_attention_heads'\]"),
+    ],
+)
+def test_bits_that_no_state_can_have_are_refused(bits, named):
+    with pytest.raises(ValueError, match=named):
+        make_config(CASE["attention-kept-bits"], cache_bits=bits)
+
+
+def test_chunks_of_a_training_text_are_refused_since_bits_have_no_gradients():
+    model = make_model(CASE["attention-kept-bits"])
+    with pytest.raises(ValueError, match="chunk_length must be None with cache_bits="):
+        model.model(random_tokens(1, 8), chunk_length=4)
+
+
+@every_case_with_bits
+def test_gradients_are_nearly_those_without_rounding(name):
+    """Training sees rounded keys and values, and their gradients are those of the numbers that are rounded."""
+    tokens = random_tokens(2, 14)
+    gradients = {}
+    for bits in (None, 8):
+        model = make_model(CASE[name], cache_bits=bits).double()
+        model(tokens, labels=tokens).loss.backward()
+        gradients[bits] = torch.cat([x.grad.flatten() for x in model.parameters()])
+    assert (gradients[8] - gradients[None]).norm() < 0.2 * gradients[None].norm()
