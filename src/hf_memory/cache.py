@@ -497,11 +497,7 @@ def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[
     """
     layer = cache.layers[layer_idx]
     if layer.is_initialized and layer.keys.numel() > 0:
-        given, asked = (f"{x.shape[-1]} {_unit(x)}" for x in (layer.keys, keys))
-        if given != asked:
-            raise ValueError(
-                f"cache must hold keys of {asked}, as cache_bits of the config says, got keys of {given}; make a new cache"
-            )
+        _check_rows(layer.keys, keys)
     seen = cache.update(keys, values, layer_idx)
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.keys = owned(layer.keys)
@@ -509,8 +505,19 @@ def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[
     return seen
 
 
-def _unit(x: Tensor) -> str:
-    return "bytes" if x.dtype == torch.uint8 else "channels"
+def _check_rows(held: Tensor, new: Tensor) -> None:
+    """Raise ValueError if keys [..., D] of a cache are packed in other bits than new ones."""
+    are_packed = [x.dtype == torch.uint8 for x in (held, new)]
+    if held.shape[-1] == new.shape[-1] and are_packed[0] == are_packed[1]:
+        return
+    given, asked = (
+        f"{x.shape[-1]} {'bytes' if is_packed else 'channels'}"
+        for x, is_packed in zip((held, new), are_packed)
+    )
+    raise ValueError(
+        f"cache must hold keys of {asked}, as cache_bits of the config says, got keys of {given}; "
+        "make a new cache"
+    )
 
 
 def _writable(x: Tensor) -> Tensor:
