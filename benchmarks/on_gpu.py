@@ -3,10 +3,10 @@
 Every row comes from a process of its own, with an end to its time: what fails there is a row with its message, and the
 others go on. In this order: is each kernel right (against the reference in float64: outputs, states and gradients, in
 two dtypes and head sizes; all cores compile at once, the first rows come after a minute); is it right on a second GPU;
-a decode step in a CUDA graph; how fast is each op beside its floor and its peers, at two shapes, and for one token;
-students of a Transformer beside it, and whole models of 350 million parameters (a training step, a prompt, a token)
-beside a Llama and, where it is installed, flash-linear-attention's; where the time of the slowest op goes.
-Writes benchmarks/results/on_gpu.json after every row.
+a decode step in a CUDA graph; students of a Transformer beside it; how fast is each op beside its floor, at two shapes,
+and for one token; whole models of 350 million parameters (a training step, a prompt, a token) beside a Llama; where the
+time of the slowest op goes. Last, where flash-linear-attention is installed, its ops beside ours at the first shape and
+its models: they tune themselves for minutes. Writes benchmarks/results/on_gpu.json after every row.
 
     python benchmarks/on_gpu.py --only right              # one part
     python benchmarks/on_gpu.py --device cpu              # all parts, tiny and with interpreted kernels: no measurement
@@ -57,6 +57,7 @@ SIZES = ((128, "bfloat16"), (64, "float32"))  # channels of a head, and a dtype
 KEPT = ((128, "bfloat16"), (32, "float32"))  # the same where tokens are kept
 LENGTHS = ({"B": 2, "T": 200}, {"B": 1, "T": 1100})  # the second is cut into segments
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
+SMALL = (1, 32, 2, 16)  # in front of a fake device
 WIDTH = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
@@ -90,6 +91,13 @@ class Job(NamedTuple):
         """As it is printed."""
         return " ".join(str(x) for x in (self.part, *self.given))
 
+    @property
+    def order(self) -> int:
+        """Jobs that compile most of the time are first, and those of flash-linear-attention last."""
+        if self.part in AT_ONCE:
+            return 0
+        return 2 if self.part == "peers" or "fla" in self.given else 1
+
 
 def right(device: str, number: int, variant: int, channels: int, dtype: str) -> Iterator[dict]:
     """The largest difference of a kernel from the reference, on the scale of the largest number of each tensor."""
@@ -99,7 +107,7 @@ def right(device: str, number: int, variant: int, channels: int, dtype: str) -> 
         example = op.example(**length, H=2, HV=4, K=channels, V=channels, **op.variants[variant])
         if op.growth == "token":  # its kernels begin with nothing read
             example |= {"initial_state": None, "mask": None}
-        row = {"op": op.name, **op.variants[variant], **length}
+        row = {"op": op.name, **op.variants[variant], **length, "K": channels, "dtype": dtype}
         try:
             found = difference(op.op, example, dtype, device)
         except ValueError as error:
@@ -159,7 +167,8 @@ def kept(device: str, channels: int, dtype: str) -> Iterator[dict]:
         return form.read_many(q, k, v, Scores(channels**-0.5), Context(None, None, None, {}))[0]
 
     found = difference(attend, rows, dtype, device)
-    yield {"op": "kept tokens", "error": found, "right": found < TOLERANCE[dtype]}
+    row = {"op": "kept tokens", "K": channels, "dtype": dtype}
+    yield {**row, "error": found, "right": found < TOLERANCE[dtype]}
 
 
 def second_gpu(device: str) -> Iterator[dict]:
@@ -182,41 +191,53 @@ def graph(device: str) -> Iterator[dict]:
         yield {"ms": milliseconds(step, device), "ms_in_a_graph": milliseconds(replay, device)}
 
 
-def fast(device: str, form: str, is_timed: bool = True) -> Iterator[dict]:
-    """An op beside its floor and its peers at each shape, as in ops.py, and for one token; or only compiled."""
-    (found,) = [x for x in ops.FORMS if x.name == form]
-    dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    for shape in SHAPES if device != "cpu" else ((1, 32, 2, 16),):
-        if is_timed:
-            yield from attempt(lambda: ops.measure(found, shape, "triton", device, dtype, 0))  # noqa: B023
-        else:
-            yield from attempt(lambda: compile_only(found, shape, device))  # noqa: B023
-    if is_timed:
-        x = ops.make_arguments(found, (8, 1, 16, 128), device, dtype)
-        with torch.no_grad():
-            yield {
-                "form": form,
-                "tokens": 1,
-                "ms": milliseconds(lambda: found.run(x, "auto"), device),
-            }
+def fast(device: str, name: str) -> Iterator[dict]:
+    """An op beside its floor and transformers' form of it at each shape, as in ops.py, and for one token."""
+    form = form_of(name)
+    for shape in SHAPES if device != "cpu" else (SMALL,):
+        rows = ops.measure(form, shape, "triton", device, dtype_of(device), 0)
+        yield from attempt(name, rows)
+    x = ops.make_arguments(form, (8, 1, 16, 128), device, dtype_of(device))
+    with torch.no_grad():
+        yield {"form": name, "tokens": 1, "ms": milliseconds(lambda: form.run(x, "auto"), device)}
 
 
-def compile_only(form: Any, shape: tuple, device: str) -> Iterator[dict]:
-    """Run an op and its peers forward and backward once, so that their kernels are in Triton's cache."""
-    dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    for call in (lambda x: form.run(x, "triton"), *form.peers.values()):
-        both = ops.directions(call, ops.make_arguments(form, shape, device, dtype))
+def form_of(name: str, peers: str = "transformers") -> ops.Form:
+    """A form of ops.py with those of its peers whose name has a word."""
+    (form,) = [x for x in ops.FORMS if x.name == name]
+    return form._replace(peers={label: run for label, run in form.peers.items() if peers in label})
+
+
+def peers(device: str, name: str) -> Iterator[dict]:
+    """An op beside flash-linear-attention's at the first shape."""
+    form = form_of(name, "fla")
+    shape = SHAPES[0] if device != "cpu" else SMALL
+    if form.peers:
+        yield from ops.measure(form, shape, "triton", device, dtype_of(device), 0)
+
+
+def compile_only(device: str, name: str) -> Iterator[dict]:
+    """Run an op forward and backward once, so that its kernels are in Triton's cache."""
+    form = form_of(name)
+    for shape in SHAPES if device != "cpu" else (SMALL,):
+        x = ops.make_arguments(form, shape, device, dtype_of(device))
+        both = ops.directions(lambda x: form.run(x, "triton"), x)["forward+backward"]
         with suppress(Exception):  # the same call fails when it is timed, and then it is a row
-            both["forward+backward"]()
+            both()
     yield from ()
 
 
-def attempt(rows: Callable[[], Iterator[dict]]) -> Iterator[dict]:
-    """The rows, and if there is an error, a row with its message."""
+def dtype_of(device: str) -> torch.dtype:
+    """The dtype in which ops are timed."""
+    return torch.bfloat16 if device != "cpu" else torch.float32
+
+
+def attempt(name: str, rows: Iterator[dict]) -> Iterator[dict]:
+    """The rows of a form, and if there is an error, a row with its message."""
     try:
-        yield from rows()
-    except Exception as error:  # whatever fails on the way, the next case goes on
-        yield {"failed": f"{type(error).__name__}: {error}"[:300]}
+        yield from rows
+    except Exception as error:  # whatever fails on the way, the next shape goes on
+        yield {"form": name, "failed": f"{type(error).__name__}: {error}"[:300]}
 
 
 def model(device: str, name: str, whose: str) -> Iterator[dict]:
@@ -272,8 +293,7 @@ def model_of(name: str, whose: str, device: str) -> Any:
         config = AutoConfig.for_model(model_type, **sizes, **options)
     else:
         config = LlamaConfig(**sizes, max_position_embeddings=16384)
-    dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype_of(device)).to(device)
 
 
 def student(device: str, name: str) -> Iterator[dict]:
@@ -340,15 +360,13 @@ def milliseconds(call: Callable[[], Any], device: str) -> float:
     return do_bench(call, return_mode="median")
 
 
-def shares(device: str, form: str, *shape: int) -> Iterator[dict]:
+def shares(device: str, name: str, *shape: int) -> Iterator[dict]:
     """Where the time of an op goes, by kernel."""
-    (found,) = [x for x in ops.FORMS if x.name == form]
-    dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    both = ops.directions(
-        lambda x: found.run(x, "triton"), ops.make_arguments(found, shape, device, dtype)
-    )
-    both["forward+backward"]()
-    yield {"form": form, "shares": ops.shares_of(both["forward+backward"], device)}
+    form = form_of(name)
+    x = ops.make_arguments(form, shape, device, dtype_of(device))
+    both = ops.directions(lambda x: form.run(x, "triton"), x)["forward+backward"]
+    both()
+    yield {"form": name, "shares": ops.shares_of(both, device)}
 
 
 PARTS: dict[str, Callable[..., Iterator[dict]]] = {
@@ -356,11 +374,12 @@ PARTS: dict[str, Callable[..., Iterator[dict]]] = {
     "kept": kept,
     "second GPU": second_gpu,
     "graph": graph,
-    "compile": partial(fast, is_timed=False),
+    "compile": compile_only,
+    "student": student,
     "fast": fast,
     "model": model,
-    "student": student,
     "shares": shares,
+    "peers": peers,
 }
 AT_ONCE = ("right", "kept", "compile")  # jobs that compile most of the time
 
@@ -371,18 +390,18 @@ def jobs_of(device: str) -> list[Job]:
         (n, i) for n, op in enumerate(OPS) if op.has_kernels for i in range(len(op.variants))
     ]
     sizes = SIZES if device != "cpu" else ((16, "float32"),)
-    models = [(name, "") for name in MODELS]
-    if find_spec("fla") and device != "cpu":
-        models += [(name, "fla") for name, (*_, theirs) in MODELS.items() if theirs]
+    theirs = [name for name, (*_, config) in MODELS.items() if config and find_spec("fla")]
     return [
         *(Job("right", (*kernel, *size), 120) for size in sizes for kernel in kernels),
         *(Job("kept", size, 120) for size in KEPT if device != "cpu" or size[1] == "float32"),
         *(Job("compile", (form.name,), 120) for form in ops.FORMS if device != "cpu"),
         Job("second GPU", (), 60),
         Job("graph", (), 60),
-        *(Job("fast", (form.name,), 60) for form in ops.FORMS),
         *(Job("student", (name,), 60) for name in STUDENTS),
-        *(Job("model", x, 60) for x in models),
+        *(Job("fast", (form.name,), 60) for form in ops.FORMS),
+        *(Job("model", (name, ""), 60) for name in MODELS),
+        *(Job("peers", (form.name,), 120) for form in ops.FORMS if device != "cpu"),
+        *(Job("model", (name, "fla"), 120) for name in theirs if device != "cpu"),
     ]
 
 
@@ -464,17 +483,18 @@ def turn(job: Job) -> Iterator[None]:
 
 
 def measure(table: Table, jobs: list[Job]) -> None:
-    """Jobs that compile most of the time side by side; then those that are timed, of which the next one imports."""
-    at_once = [job for job in jobs if job.part in AT_ONCE]
-    timed = [job for job in jobs if job.part not in AT_ONCE]
-    for some, workers in ((at_once, os.cpu_count()), (timed, 2)):
+    """Jobs by their order: side by side if they compile, else one is timed while the next one imports."""
+    for order, workers in ((0, os.cpu_count() or 1), (1, 2), (2, 2)):
+        some = [job for job in jobs if job.order == order]
+        most = sum(job.seconds for job in some) / (workers if order == 0 else 1)
+        print(f"{len(some)} jobs of at most {most:.0f} s together", flush=True)
         with ThreadPoolExecutor(workers) as pool:
             for done in as_completed([pool.submit(table.run, job) for job in some]):
                 table.add(done.result())
-    timed = [row for row in table.rows if "of_floor" in row]
-    if timed:
-        slowest = max(timed, key=lambda row: row["of_floor"])
-        table.add(table.run(Job("shares", (slowest["form"], *slowest["shape"].values()), 60)))
+        timed = [row for row in table.rows if "of_floor" in row]
+        if timed and order == 1:
+            slowest = max(timed, key=lambda row: row["of_floor"])
+            table.add(table.run(Job("shares", (slowest["form"], *slowest["shape"].values()), 60)))
 
 
 def main() -> None:

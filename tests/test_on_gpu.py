@@ -51,3 +51,16 @@ def test_jobs_are_every_kernel_and_every_op(on_gpu):
     assert {job.given[:2] for job in jobs if job.part == "right"} == set(kernels)
     assert {job.part for job in jobs} | {"shares"} == set(on_gpu.PARTS)
     assert len({job.name for job in jobs}) == len(jobs)
+
+
+def test_jobs_beside_flash_linear_attention_are_the_last_and_no_others_run_its_ops(
+    on_gpu, monkeypatch
+):
+    jobs = on_gpu.jobs_of("cuda")
+    assert [job.order for job in jobs] == sorted(job.order for job in jobs)
+    assert {job.part for job in jobs if job.order == 2} == {"peers"}
+    assert on_gpu.Job("model", ("GLA", "fla"), 120).order == 2
+    form = on_gpu.ops.FORMS[0]._replace(peers={"fla": print, "Mamba-2 (transformers)": print})
+    monkeypatch.setattr(on_gpu.ops, "FORMS", (form,))
+    assert {*on_gpu.form_of(form.name).peers} == {"Mamba-2 (transformers)"}
+    assert {*on_gpu.form_of(form.name, "fla").peers} == {"fla"}
