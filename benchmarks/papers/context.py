@@ -1,5 +1,9 @@
 """Whether a longer context helps a memory that must infer a rule while it reads.
 
+A memory that learns by gradient steps predicts better the more it has read, where linear attention levels off
+([2407.04620](https://arxiv.org/abs/2407.04620)). This holds where a rule must be inferred from 2,048 pairs; it does
+not show that language models benefit.
+
 **Claim.** (Sun et al., https://arxiv.org/abs/2407.04620.) A memory that learns by gradient steps keeps predicting
 better the more it has read, where linear attention levels off. Linear attention takes one gradient step on all that was
 read, TTT-Linear takes a step every 16 tokens, and TTT-MLP takes such steps with a network, which can express more.
@@ -29,7 +33,7 @@ from torch.nn import functional as F
 
 from claim import Claim, Rows, spread
 from hf_memory.ops import neural_memory
-from pictures import curve, plain_ticks
+from pictures import curve, label_ends, plain_ticks
 
 D = 16
 PAIRS = 2048
@@ -155,7 +159,7 @@ def draw(rows: Rows, figure) -> None:
         plain_ticks(axes, EDGES[1:])
         axes.set(title=f"the rule is a {rule}", xlabel="pairs read, up to", ylim=(0, None))
     figure.axes[0].set_ylabel("error, 1 if nothing is known")
-    figure.axes[1].legend()
+    label_ends(figure.axes[1])
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

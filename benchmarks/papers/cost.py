@@ -1,5 +1,9 @@
 """How the time and memory that a model needs depend on the length of its context.
 
+Attention reads T tokens in a time that grows with T^2 and a recurrent memory with T, whose state does not grow
+([2006.16236](https://arxiv.org/abs/2006.16236)). The exponents are slopes of measured time and bytes from 4,096 to
+16,384 tokens.
+
 **Claim.** Softmax attention and DeltaFormer take time in T^2 to read T tokens. A recurrent memory takes time in T; the
 size of its state and the time for a further token do not depend on T (Katharopoulos et al.,
 https://arxiv.org/abs/2006.16236; the paper of every family says so of its own model). Log-linear attention takes time
@@ -24,7 +28,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from claim import Claim, Rows
 from hf_memory.evaluation.efficiency import reading_and_writing
 from learning import MODELS, make
-from pictures import COLORS, plain_ticks
+from pictures import label_ends, plain_ticks
 
 LENGTHS = (2048, 4096, 8192, 16384)
 NEW = 16
@@ -41,6 +45,7 @@ OPTIONS = {LOG_LINEAR: ("Gated DeltaNet", {"levels": "log"})}
 COMPARED = [*MODELS, "RWKV-7", LOG_LINEAR]
 OTHER = "transformers' Mamba-2"  # in PyTorch, without its kernels: what it multiplies grows with the square of chunks
 GROWING = ("softmax attention", "DeltaFormer")
+SHOWN = (*GROWING, "linear attention", "Gated DeltaNet", "Titans", LOG_LINEAR)  # on the page
 
 
 def plan(rows: Rows):
@@ -80,45 +85,29 @@ def table(rows: Rows) -> Rows:
             "kB of cache": round(row["bytes"] / 1000),
         }
         for model, row in longest.items()
+        if model in SHOWN
     ]
 
 
 def draw(rows: Rows, figure) -> None:
     """Reading, writing and bytes over the length."""
-    figure.set_size_inches(11, 3.8)
+    figure.set_size_inches(14, 3.8)
     labels = {
         "read": (1, "seconds to read"),
         "write": (1e3, "ms for a further token"),
         "bytes": (1e-3, "kB of cache"),
     }
     for axes, (key, (unit, label)) in zip(figure.subplots(1, 3), labels.items()):
-        for model in COMPARED:
+        for model in SHOWN:
             mine = [row for row in rows if row["model"] == model]
-            name, style = look(model)
-            axes.plot(
-                [row["tokens"] for row in mine],
-                [unit * row[key] for row in mine],
-                label=name,
-                **style,
-            )
+            values = [unit * row[key] for row in mine]
+            axes.plot([row["tokens"] for row in mine], values, label=model)
         plain_ticks(axes, LENGTHS)
         axes.set(yscale="log", xlabel="tokens read", ylabel=label)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
-    legend = dict(zip(*reversed(axes.get_legend_handles_labels())))
-    figure.legend(legend.values(), legend, loc="outside upper center", ncols=len(legend))
-
-
-def look(model: str) -> tuple[str, dict]:
-    """The kind of a model in the legend, and its line."""
-    if model in GROWING:
-        return model, {"color": COLORS[GROWING.index(model)], "marker": "s", "linewidth": 2}
-    if model == LOG_LINEAR:
-        return model, {"color": COLORS[3], "marker": "v"}
-    if model.startswith("Titans"):
-        return "Titans, with one matrix and with two", {"color": COLORS[2], "marker": "^"}
-    return "each other memory", {"color": COLORS[5], "marker": ".", "linewidth": 1}
+        label_ends(axes)
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

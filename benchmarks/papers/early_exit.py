@@ -1,5 +1,9 @@
 """How early tokens can leave a model, for three kinds of confidence, with a guaranteed limit on changed predictions.
 
+Tokens may leave a model where its prediction is confident, with a guaranteed limit on how many predictions change
+([2207.07061](https://arxiv.org/abs/2207.07061)). The limit holds with each confidence and seed, and a byte takes
+less than 3 of 8 layers; how long it takes was not measured here.
+
 **Claim.** (Schuster et al., https://arxiv.org/abs/2207.07061.) Tokens leave a model after the first layer at which its
 prediction is confident. A threshold that is calibrated on other texts guarantees a limit on how many predictions
 change, and up to three times fewer layers are computed. The confidence with the best quality is the softmax, and the

@@ -1,5 +1,9 @@
 """Facts learned in training: a memory layer with a table of slots compared with an MLP of equal cost.
 
+A memory layer that finds its slots by product keys stores more facts than an MLP that takes as many operations a
+token ([2412.09764](https://arxiv.org/abs/2412.09764)). It does after 400 steps, though a slot learns slowly at
+first; an MLP of four times the cost knows more.
+
 **Claim.** (Berges et al., https://arxiv.org/abs/2412.09764.) Memory layers, which find their slots by product keys,
 store more facts than dense layers that take as many operations per token.
 
@@ -25,7 +29,7 @@ from torch import Tensor
 
 from claim import Claim, Rows, runs_by, spread
 from learning import IGNORED, accuracy, learn, make
-from pictures import curve
+from pictures import curve, label_ends
 
 VOCABULARY = 256
 FACTS = 16_384
@@ -110,7 +114,7 @@ def draw(rows: Rows, figure) -> None:
         curves = [[point["accuracy"] for point in row["curve"]] for row in runs]
         curve(axes, [point["step"] for point in runs[0]["curve"]], curves, label=model)
     axes.set(xlabel="step", ylabel="fraction of a step's facts known", ylim=(0, 1.02))
-    axes.legend()
+    label_ends(axes)
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

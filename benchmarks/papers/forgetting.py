@@ -1,5 +1,10 @@
 """Without training: how long gated memories remember what they have read, given the initial values of their gates.
 
+A gate limits how long a memory remembers, by its initial values for a few tokens to some hundreds
+([2307.08621](https://arxiv.org/abs/2307.08621), [2312.06635](https://arxiv.org/abs/2312.06635),
+[2405.21060](https://arxiv.org/abs/2405.21060)). The half-lives are as published, and a memory with a gate recalls
+pairs that are not older than a few of them.
+
 **Claim.** A memory without a gate never forgets; a gate limits how long it remembers. Head h of retention keeps a
 fraction 1 - 2^(-5 - h) of its memory at each token, so its half-lives are 22, 44, 88 ... tokens (Sun et al.,
 https://arxiv.org/abs/2307.08621). The sigmoid gates of GLA and gated retention have a temperature of 16, which gives

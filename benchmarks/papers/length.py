@@ -1,5 +1,10 @@
 """Models that were trained on texts of 256 bytes read texts of 8,192 bytes.
 
+Memories without positions work beyond the length at which they were trained, and attention with rotary positions
+does not ([2108.12409](https://arxiv.org/abs/2108.12409), [2305.19466](https://arxiv.org/abs/2305.19466)). Memories
+that decay do; those that do not, as linear attention and DeltaNet, slowly leave the range that they had in
+training.
+
 **Claim.** A recurrent memory without positions works beyond the length at which it was trained. Attention with rotary
 positions does not (Press et al., https://arxiv.org/abs/2108.12409), and attention without positions does for somewhat
 longer texts (Kazemnejad et al., https://arxiv.org/abs/2305.19466).
@@ -128,7 +133,7 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """What distance costs, over the position."""
-    found = runs_by(rows, "model", MODELS)
+    found = runs_by(rows, "model", DECISIVE)
     dashed = [model for model in found if "attention," in model and "linear" not in model]
     draw_costs(figure, found, EDGES, dashed)
 

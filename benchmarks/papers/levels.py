@@ -1,5 +1,9 @@
 """A separate memory for each of log T blocks of the past, compared with one memory for the whole past.
 
+Log-linear attention, with a memory for each of log T blocks of the past, is said to recall more than the memory
+that it is based on ([2506.04761](https://arxiv.org/abs/2506.04761)). With 16 channels and 400 steps it does not:
+DeltaNet hardly changes, and Mamba-2 learns to recall with some seeds only, with levels and without.
+
 **Claim.** (Guo et al., https://arxiv.org/abs/2506.04761.) Log-linear attention recalls more than the memory on which it
 is based, since its state grows with the logarithm of the length. The paper shows this for Mamba-2 and Gated DeltaNet on
 associative recall.
@@ -28,7 +32,7 @@ import torch
 
 from claim import Claim, Rows, best_runs
 from learning import accuracy, in_turn, learn, make
-from pictures import COLORS, curve, plain_ticks
+from pictures import COLORS, curve, label_ends, plain_ticks
 from recall import MEMORY, SIZES, WithTheTokenBefore, by_pairs, questions, table
 
 DECISIVE = 32  # pairs whose accuracy is that of a run
@@ -108,7 +112,7 @@ def draw(rows: Rows, figure) -> None:
         ylabel="accuracy",
         ylim=(0, 1.02),
     )
-    axes.legend()
+    label_ends(axes)
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

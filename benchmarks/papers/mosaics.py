@@ -1,5 +1,9 @@
 """Recall in context with a single layer: a Memory Mosaic compared with attention.
 
+A Memory Mosaic needs one layer to recall what followed a token earlier in the text, where attention needs two
+([2405.06394](https://arxiv.org/abs/2405.06394)). One layer of a Mosaic does so within some 75 steps; two layers of
+attention still guess after 1,200.
+
 **Claim.** (Zhang et al., https://arxiv.org/abs/2405.06394.) A Memory Mosaic needs one layer to recall what followed a
 token earlier in the text. A Transformer needs two: one to identify the token before each token, and one to find it
 again. The keys of a Mosaic are averages of what was just read, and its values look one token ahead.
@@ -34,7 +38,7 @@ from hf_memory import (
 )
 from learning import accuracy, in_turn, learn
 from pasts import texts
-from pictures import curve
+from pictures import curve, label_ends
 
 VOCABULARY = 64
 PASSAGES = 4
@@ -118,7 +122,7 @@ def draw(rows: Rows, figure) -> None:
         ]  # those that know all have stopped
         curve(axes, [x["step"] for x in longest], curves, label=model)
     axes.set(xlabel="step", ylabel="accuracy in the texts of a step", ylim=(-0.02, 1.02))
-    axes.legend()
+    label_ends(axes)
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

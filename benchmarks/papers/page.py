@@ -3,26 +3,28 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import fill
 
 from claim import RESULTS, Claim, Rows
 
 NOTES = Path(__file__).parents[2] / "docs" / "research"
-WIDEST = 6  # columns of a table that a screen has room for
+WIDEST = 7  # columns of a table that a screen has room for
+LONGEST = 12  # rows
+SETTINGS = {"seeds", "learning rate", "best inner learning rates", "best choices", "thresholds"}
 HEAD = """# Claims: does each memory do what its paper says?
 
-Small models on one CPU core, with several seeds for most figures. `make claims` runs all claims and continues where it
-was stopped; `python benchmarks/papers NAME` runs one. This page is written by the program from its results
-(`benchmarks/results/claims/`) and not edited by hand. "Partly reproduced" means that some of the expected results were
-found and others were not; the section of the claim says which.
+Small models on one CPU core, mostly with three seeds, as means with the range over seeds in brackets (November 2026).
+"Partly reproduced" means that some of the expected results were found and others were not. `make claims` runs all and
+continues where it was stopped; it also writes this page. The setting of a claim, what was expected, and what differs
+stand at the head of its file.
 """
 
 
 def texts(claims: Iterable[Claim]) -> dict[Path, str]:
-    """Both files, from what is finished; the summary has a line for each verdict, and the page the figures."""
+    """Both files, from what is finished; the index has a line for each verdict, and the page the figures."""
     found = {claim.name: (claim, claim.rows()) for claim in claims}.values()
     summary = [summary_row(claim, rows) for claim, rows in found]
-    here = [{**row, "claim": row["claim"].replace("claims.md", "")} for row in summary]
-    page = "\n".join([HEAD, markdown(here), "", *(section(claim, rows) for claim, rows in found)])
+    page = "\n".join([HEAD, *(section(claim, rows) for claim, rows in found)])
     summary_page = NOTES / "index.md"
     between = re.compile(r"(<!-- claims -->\n).*?(<!-- /claims -->)", re.DOTALL)
     verdicts = markdown(by_verdict(summary))
@@ -35,7 +37,7 @@ def by_verdict(summary: Rows) -> Rows:
     """The claims of each verdict that there is."""
     verdicts = {verdict: [] for verdict in ("reproduced", "partly reproduced", "not reproduced")}
     for row in summary:
-        verdict, so_far, _ = row["verdict"].strip("*").partition(" so far")
+        verdict, so_far, _ = row["verdict"].partition(" so far")
         if verdict in verdicts:
             verdicts[verdict].append(row["claim"] + so_far)
     return [
@@ -62,12 +64,8 @@ def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
 
 def summary_row(claim: Claim, rows: Rows) -> dict:
     """A claim in one line."""
-    verdict, why = judged(claim, rows)
-    return {
-        "claim": f"[{claim.title}](claims.md#{anchor(claim.title)})",
-        "verdict": f"**{verdict}**",
-        "figures": why,
-    }
+    link = f"[{claim.title}](claims.md#{anchor(claim.title)})"
+    return {"claim": link, "verdict": judged(claim, rows)[0]}
 
 
 def anchor(title: str) -> str:
@@ -76,34 +74,40 @@ def anchor(title: str) -> str:
 
 
 def section(claim: Claim, rows: Rows) -> str:
-    """All of one claim."""
+    """All of one claim: its verdict, the second paragraph of its text, a table, a picture and the command."""
     verdict, why = judged(claim, rows)
-    title, text = claim.text.split("\n", 1)
+    short = claim.text.split("\n\n")[1]
+    finding = " ".join(f"**{verdict.capitalize()}.** {short}".split())
     parts = [
         f"## {claim.title}",
-        title,
-        text.strip(),
-        f"**Verdict: {verdict}.** {why[:1].upper()}{why[1:]}.",
+        fill(finding, 120, break_long_words=False, break_on_hyphens=False),
     ]
+    if claim.pending(rows):
+        parts.append(f"{why[:1].upper()}{why[1:]}.")
     if rows:
-        parts += narrow(claim.table(rows))
+        parts.append(markdown(shown(claim, rows)))
+    results = "../../benchmarks/results/claims"
     if (RESULTS / f"{claim.name}.png").exists():
-        parts.append(f"![{claim.title}](../../benchmarks/results/claims/{claim.name}.png)")
-    parts.append(f"`python benchmarks/papers {claim.name}`: {claim.minutes:g} minutes of one core.")
+        parts.append(f"![{claim.title}]({results}/{claim.name}.png)")
+    parts.append(
+        f"`python benchmarks/papers {claim.name}`: {claim.minutes:g} min of one core "
+        f"([setting](../../benchmarks/papers/{claim.name}.py), [all runs]({results}/{claim.name}.jsonl))"
+    )
     return "\n\n".join(parts) + "\n"
 
 
-def narrow(rows: Rows) -> list[str]:
-    """A table in parts of at most WIDEST columns, each with the first one; lines without figures are left out."""
-    first, *others = rows[0]
-    parts = []
-    for start in range(0, len(others), WIDEST - 1):
-        columns = others[start : start + WIDEST - 1]
-        lines = [{name: row.get(name, "") for name in (first, *columns)} for row in rows]
-        parts.append(
-            markdown([line for line in lines if any(line[name] != "" for name in columns)])
+def shown(claim: Claim, rows: Rows) -> Rows:
+    """The table without settings, and of many models only those that decide."""
+    table = claim.table(rows)
+    columns = [column for column in table[0] if column not in SETTINGS]
+    if len(columns) > WIDEST:
+        raise ValueError(
+            f"the table of {claim.name} must have at most {WIDEST} columns, got {columns}"
         )
-    return parts
+    first = columns[0]
+    if len(table) > LONGEST and claim.decisive:
+        table = [row for row in table if row[first] in claim.decisive]
+    return [{column: row.get(column, "") for column in columns} for row in table]
 
 
 def markdown(rows: Rows) -> str:

@@ -1,5 +1,9 @@
 """A recurrent memory can track parity only if its state transitions can have negative eigenvalues.
 
+A recurrent memory tracks parity at any length only if its transitions can have negative eigenvalues
+([2411.12537](https://arxiv.org/abs/2411.12537)). DeltaNet and Gated DeltaNet do so at four times the trained
+length; KDA loses count, since its gate forgets by channel.
+
 **Claim.** If the eigenvalues of its transitions are in [0, 1], no linear recurrence learns parity in a way that holds
 at lengths it has not seen in training. With eigenvalues in [-1, 1], DeltaNet does (Grazzi et al.,
 https://arxiv.org/abs/2411.12537). Softmax attention does not either.

@@ -1,5 +1,11 @@
 """How much a model remembers with each kind of past, by the bytes of its cache.
 
+At equal bytes, a window is said to be improved by seeing the segment before it, by compressing older tokens, and by
+searching a store of them ([1901.02860](https://arxiv.org/abs/1901.02860),
+[1911.05507](https://arxiv.org/abs/1911.05507), [2203.08913](https://arxiv.org/abs/2203.08913),
+[1911.00172](https://arxiv.org/abs/1911.00172)). Segments and stores help as claimed; compression loses to a window
+here, since random tokens cannot be compressed.
+
 **Claim.** A model with a window knows more of a long text if its segments see the segment before (Dai et al.,
 https://arxiv.org/abs/1901.02860). At equal memory it knows still more if older tokens are compressed (Rae et al.,
 https://arxiv.org/abs/1911.05507), if a store of them is searched (Wu et al., https://arxiv.org/abs/2203.08913), or if a
@@ -49,7 +55,7 @@ from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.decoding import NearestNeighbours, build_datastore, tune
 from hf_memory.evaluation import cache_bytes
 from learning import IGNORED, in_turn, learn
-from pictures import COLORS, plain_ticks
+from pictures import dots
 from recall import WithTheTokenBefore
 
 VOCABULARY = 256
@@ -213,26 +219,13 @@ def table(rows: Rows) -> Rows:
 
 
 def draw(rows: Rows, figure) -> None:
-    """Nats over bytes; windows are a line."""
-    figure.set_size_inches(9, 4)
+    """A dot for each seed, in the order of bytes."""
+    figure.set_size_inches(8, 4.5)
     axes = figure.subplots()
-    found = found_by(rows)
-    windows = [found[model] for model in WINDOWS if model in found]
-    axes.plot(
-        [size for size, _ in windows],
-        [mean(x) for _, x in windows],
-        "o-",
-        color="gray",
-        label="windows",
-    )
-    for i, (model, (size, seeds)) in enumerate(x for x in found.items() if x[0] not in WINDOWS):
-        axes.plot(
-            [size] * len(seeds), seeds, "os^v<>DPX"[i], color=COLORS[i % len(COLORS)], label=model
-        )
-    sizes = [size for size, _ in windows]
-    plain_ticks(axes, sizes, [f"{x / 1000:.0f}" for x in sizes])
-    axes.set(xlabel="kB of cache, and of datastore", ylabel="nats per token", ylim=(0, None))
-    figure.legend(loc="outside right center")
+    by_size = sorted(found_by(rows).items(), key=lambda item: item[1][0])
+    losses = {f"{model}: {size / 1000:.0f} kB": seeds for model, (size, seeds) in by_size}
+    dots(axes, losses)
+    axes.set(xlabel="nats per token, a dot per seed", xlim=(0, None))
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

@@ -14,6 +14,7 @@ COLORS = (
     "#56B4E9",
     "#000000",
 )  # Okabe and Ito
+MOST = 6  # lines of a picture
 LOOK = {
     "font.size": 10,
     "axes.prop_cycle": cycler(marker=["o", "s", "^"]) * cycler(color=COLORS),
@@ -42,7 +43,7 @@ def curves(
     dashed: Collection[str] = (),
     **labels,
 ) -> None:
-    """A curve for each name over powers of two, with a dotted line at one place and the legend beside the axes."""
+    """A curve for each name over powers of two, with a dotted line at one place."""
     figure.set_size_inches(9, 4)
     axes = figure.subplots()
     for name, runs in found.items():
@@ -50,7 +51,28 @@ def curves(
     axes.axvline(dotted, color="gray", linestyle=":")
     plain_ticks(axes, places)
     axes.set(**labels)
-    figure.legend(loc="outside right center")
+    label_ends(axes)
+
+
+def label_ends(axes) -> None:
+    """Write the name of each line beside the axes, at the height where it ends; at most MOST lines, limits are set."""
+    handles, names = axes.get_legend_handles_labels()
+    if len(names) > MOST:
+        raise ValueError(f"a picture must have at most {MOST} lines, got {', '.join(names)}")
+    lines = [getattr(handle, "lines", [handle])[0] for handle in handles]
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = [to_axes.transform(line.get_xydata()[-1])[1] for line in lines]
+    lowest = -1.0
+    for height, line, name in sorted(zip(ends, lines, names), key=lambda end: end[0]):
+        lowest = max(height, lowest + 0.06)
+        axes.annotate(
+            name,
+            (1.02, lowest),
+            xycoords="axes fraction",
+            va="center",
+            color=line.get_color(),
+            fontsize=9,
+        )
 
 
 def dots(axes, found: dict[str, Sequence[float]], color=lambda name: COLORS[0]) -> None:

@@ -1,5 +1,9 @@
 """Models with each kind of position encoding, trained on texts of 256 bytes, read texts of 2,048 bytes.
 
+ALiBi works beyond the trained length, sinusoidal and rotary positions do not, and T5's relative positions are
+between them ([2108.12409](https://arxiv.org/abs/2108.12409)). The order is as claimed, but learned positions lose
+less than expected, since after 200 steps the model hardly uses them.
+
 **Claim.** ALiBi works beyond the length at which it was trained, sinusoidal and rotary positions do not, and T5's
 relative positions are between them (Press et al., https://arxiv.org/abs/2108.12409). Learned positions beyond that
 length were never trained. Clipped and relative distances keep working there (Shaw et al.,
@@ -39,6 +43,7 @@ SEEDS = 3
 STEPS = 200
 EDGES = (0, 128, 256, 512, 1024, 2048)
 FAILING = ("rope", "sinusoidal", "learned")
+SHOWN = ("alibi", "relative", "none", *FAILING)
 POSITIONS = ("alibi", "relative", "xl", "distance_aware", "none", *FAILING)
 
 
@@ -80,7 +85,7 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """What distance costs, over the position."""
-    draw_costs(figure, runs_by(rows, "position", POSITIONS), EDGES)
+    draw_costs(figure, runs_by(rows, "position", SHOWN), EDGES)
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

@@ -1,5 +1,9 @@
 """Linear regression in context: which memory predicts best what it was not shown.
 
+A memory that is read by solving a linear system learns a linear rule from its context better than one that is
+written by steps ([2506.05233](https://arxiv.org/abs/2506.05233)). MesaNet has the lowest error in all four
+settings.
+
 **Claim.** (von Oswald et al., https://arxiv.org/abs/2506.05233.) A memory that is read by solving a linear system fits
 all that was read best at every token, and so learns a linear rule from its context better than memories that are
 written by a step at each token, such as those of linear attention and DeltaNet.
@@ -23,7 +27,7 @@ from torch.nn import functional as F
 
 from claim import Claim, Rows, spread
 from hf_memory.ops import delta_rule, linear_attention, ridge_regression
-from pictures import curve, plain_ticks
+from pictures import curve, label_ends, plain_ticks
 
 D = 16
 PAIRS = 256
@@ -128,7 +132,7 @@ def draw(rows: Rows, figure) -> None:
             title=f"{keys} channels, noise {noise:g}", xlabel="pairs read, up to", yscale="log"
         )
     figure.axes[0].set_ylabel("error, 1 if nothing is known")
-    figure.axes[0].legend()
+    label_ends(figure.axes[-1])
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

@@ -1,5 +1,9 @@
 """Tracking a permutation: which of the symbols is in which seat after many swaps of two seats.
 
+DeltaFormer tracks swaps of symbols if the kernel of its write can tell keys apart, and a Transformer cannot
+([2505.19488](https://arxiv.org/abs/2505.19488)). The linear write does so, untrained and trained; the softmax write
+was expected to and does not, as the paper's remark on its normalizer suggests.
+
 **Claim.** (DeltaFormer, https://arxiv.org/abs/2505.19488.) DeltaFormer can track swaps of n elements if the kernel of
 its write can tell keys apart, while a Transformer of constant depth cannot track them at arbitrary length. Which kernel
 writes is decisive: with rounding, DeltaFormer tracks more symbols than a key has channels, and the paper says that the
@@ -35,7 +39,7 @@ from torch.nn import functional as F
 from claim import Claim, Rows, spread
 from hf_memory.ops import deltaformer
 from learning import IGNORED, accuracy, in_turn, learn, make
-from pictures import COLORS, plain_ticks
+from pictures import COLORS, label_ends, plain_ticks
 
 D = 128
 SWAPS = 256
@@ -206,7 +210,7 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """Kernels by the number of symbols; accuracy over the steps, a line a seed."""
-    figure.set_size_inches(12, 3.6)
+    figure.set_size_inches(15, 3.6)
     left, *others = figure.subplots(1, 3)
     for kernel in KERNELS:
         left.plot(SYMBOLS, [untrained(rows, kernel, n) for n in SYMBOLS], label=f"{kernel} write")
@@ -225,8 +229,8 @@ def draw(rows: Rows, figure) -> None:
                 axes.plot(*points, color=color, marker="", label=None if i else model)
         axes.axhline(0.2, color="gray", linestyle=":", label="chance")
         axes.set(title=title, xlabel="training step", ylabel="accuracy", ylim=(0, 1.02))
-    left.legend(loc="center left")
-    others[0].legend(loc="center right")
+    for axes in figure.axes:
+        label_ends(axes)
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
