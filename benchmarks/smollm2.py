@@ -10,7 +10,7 @@ which also takes the time to measure them. Of the text a tenth is held out. Perp
 windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading of 256 tokens after
 512 (four passages) or 2,048 others (three); bytes are of caches in float32. What a token costs is CPU time of one
 thread beside the teacher's, in turn, after contexts that are set and not read (decode.py). Writes
-benchmarks/results/smollm2.{json,png} and the table in docs/research/students.md.
+benchmarks/results/smollm2.json and the table in docs/research/students.md.
 """
 
 import json
@@ -22,10 +22,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import yaml
-from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -61,17 +59,6 @@ SLOTS = ROOT / "recipes" / "smollm2-slots.yaml"
 BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how many passages
 CONTEXT = 8192  # tokens of the caches
 RETRIEVE = "17,18,20,21,22,23,24"  # layers that hold all of the nine heads that retrieve most
-KEPT = {  # what keeps everything, in words
-    "retrieval:1/11": "8 of 90 heads full",
-    "retrieval:1/10": "9 of 90 heads full",
-    "retrieval:1/22": "4 of 90 heads full",
-    "retrieval:1/30": "3 of 90 heads full",
-    "none": "no head full",
-    "1/4": "every fourth layer full",
-    RETRIEVE: "7 layers that retrieve full",
-    "7,8,15,17,18,20,23": "7 layers that predictions need full",
-    "17,18,20,23": "4 layers that retrieve full",
-}
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
     "8 of 90 heads that answers need, window 64, kept tokens by layer, practice": "smollm2",
     "1/11 of heads, window 275, 2,048 tokens, virtual token, no memory": "smollm2-heads",
@@ -401,57 +388,10 @@ def table(rows: dict[str, dict]) -> str:
     return "\n".join(f"| {line.replace('|', ' | ')} |" for line in lines)
 
 
-def what_is_kept(row: dict) -> str:
-    """What of a student's attention keeps everything, in words."""
-    if "full_attention_heads" in row["recipe"]["options"]:
-        return "8 of 90 heads that answers need full"
-    keep = row["recipe"]["keep"]
-    return KEPT.get(keep, keep)
-
-
-def draw(rows: dict[str, dict]) -> None:
-    """What students lose, by what their cache holds; an arrow leads from a twin without memory to the one with it."""
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
-    columns = {
-        "KL from the teacher": lambda row: row["KL"],
-        "recall after 512 tokens / teacher's": lambda row: row["recall kept after 512"],
-        "recall after 2,048 tokens / teacher's": lambda row: row["recall kept after 2048"],
-    }
-    kept = {what_is_kept(row): None for row in rows.values()}
-    colours = dict(
-        zip(kept, plt.style.library["tableau-colorblind10"]["axes.prop_cycle"].by_key()["color"])
-    )
-    for axis, (label, value) in zip(axes, columns.items()):
-        for name, row in rows.items():
-            x = row["cache at 8k / teacher"]
-            y = value(row)
-            axis.plot(x, y, "ox"["no memory" in name], color=colours[what_is_kept(row)])
-            if twin := rows.get(f"{name}, no memory"):
-                start = twin["cache at 8k / teacher"], value(twin)
-                axis.annotate("", (x, y), start, arrowprops={"arrowstyle": "->", "color": "gray"})
-        axis.set(xlabel="cache at 8,192 tokens / teacher's", title=label, xscale="log")
-        axis.set_xticks([0.02, 0.05, 0.1, 0.25], ["2 %", "5 %", "10 %", "25 %"], minor=False)
-        axis.xaxis.set_minor_formatter("")
-        axis.grid(alpha=0.3)
-    axes[0].set(yscale="log")
-    axes[0].set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
-    axes[0].yaxis.set_minor_formatter("")
-    for axis in axes[1:]:
-        axis.yaxis.set_major_formatter(PercentFormatter(1))
-    named = {keep: axes[0].plot([], [], "s", color=colour)[0] for keep, colour in colours.items()}
-    kinds = {"with a memory": "o", "without": "x"}
-    named |= {
-        label: axes[0].plot([], [], marker, color="gray")[0] for label, marker in kinds.items()
-    }
-    figure.legend(list(named.values()), list(named), loc="outside right center", fontsize="small")
-    figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
-
-
 def write(about: dict, rows: dict[str, dict], order: Iterable[str]) -> None:
-    """JSON, picture and table, with the rows in their order."""
+    """JSON and table, with the rows in their order."""
     rows = {name: rows[name] for name in order if name in rows}
     RESULTS.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    draw(rows)
     put(NOTES / "students.md", START, table(rows), END)
 
 

@@ -109,12 +109,11 @@ def longest(runs: Rows) -> int:
 
 
 def table(rows: Rows) -> Rows:
-    """Accuracy by length, and the longest string."""
+    """Accuracy by length."""
     return [
         {
             "model": model,
             **{f"{n} tokens": f"{x:.2f}" for n, x in zip(ASKED, by_length(runs))},
-            f"longest string with accuracy {COPIED}": longest(runs),
             "seeds": len(runs),
         }
         for model, runs in runs_by(rows, "model", MODELS).items()

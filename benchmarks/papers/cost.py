@@ -78,7 +78,6 @@ def table(rows: Rows) -> Rows:
         {
             "model": model,
             "exponent of reading time": f"{exponent(rows, model, 'read'):.2f}",
-            "exponent of time per further token": f"{exponent(rows, model, 'write'):.2f}",
             "exponent of cache bytes": f"{exponent(rows, model, 'bytes'):.2f}",
             f"seconds to read {LENGTHS[-1]:,} tokens": f"{row['read']:.2f}",
             "ms per further token": f"{1000 * row['write']:.2f}",

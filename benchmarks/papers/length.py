@@ -124,7 +124,7 @@ def table(rows: Rows) -> Rows:
         {
             "model": model,
             "loss, 128 to 256": f"{mean(row['nats'][1] for row in runs):.3f}",
-            **{c: f"{x:+.3f}" for c, x in zip(columns[1:], means(runs)[2:])},
+            **{c: f"{x:+.3f}" for c, x in zip(columns[-4:], means(runs)[-4:])},
             "seeds": len(runs),
         }
         for model, runs in runs_by(rows, "model", MODELS).items()

@@ -8,7 +8,7 @@ from textwrap import fill
 from claim import RESULTS, Claim, Rows
 
 NOTES = Path(__file__).parents[2] / "docs" / "research"
-WIDEST = 7  # columns of a table that a screen has room for
+WIDEST = 6  # columns of a table that a screen has room for
 LONGEST = 12  # rows
 SETTINGS = {"seeds", "learning rate", "best inner learning rates", "best choices", "thresholds"}
 HEAD = """# Claims: does each memory do what its paper says?
