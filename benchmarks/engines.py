@@ -11,7 +11,7 @@ cache. Gated DeltaNet runs as Qwen3.5 (with pinned norms where the teacher has n
 reads 512 tokens a step, of all prompts at once, and the longest in chunks; its build for the CPU has Qwen3.5 in
 bfloat16 alone (`--dtype bfloat16`), where tokens need not agree. Models that keep nothing but keys and values run there
 compiled and with prefix caching: the last prompt begins as the longest one. Writes
-benchmarks/results/engines.{json,png}; rows of other models, engines and tables stay.
+benchmarks/results/engines.json; rows of other models, engines and tables stay.
 """
 
 import argparse
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gguf
-import matplotlib.pyplot as plt
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -407,39 +406,6 @@ def described(row: dict) -> str:
     return f"{row['model']:40} {row['engine']:20} same tokens {row['same']}/{row['of']}{counted}"
 
 
-def draw(tables: dict[str, list[dict]], file: Path) -> None:
-    """Tokens a second over the context: tables below each other, a picture an engine."""
-    timed = {name: [row for row in rows if row["speed"]] for name, rows in tables.items()}
-    timed = {name: rows for name, rows in timed.items() if rows}
-    engines = sorted({row["engine"] for rows in timed.values() for row in rows})
-    size = {
-        "figsize": (4.5 * len(engines), 3.4 * len(timed)),
-        "layout": "constrained",
-        "squeeze": False,
-    }
-    figure, grid = plt.subplots(len(timed), len(engines), **size)
-    for axes, (table, rows) in zip(grid, timed.items()):
-        for axis, engine in zip(axes, engines):
-            shown = [row for row in rows if row["engine"] == engine]
-            axis.set_visible(bool(shown))
-            for row in shown:
-                style = "--" if row["model"] == "teacher" else "-"
-                lengths = [int(n) for n in row["speed"]]
-                axis.plot(lengths, row["speed"].values(), style, marker="o", label=row["model"])
-            axis.set(
-                xscale="log",
-                title=f"{engine}, {table}",
-                ylabel="tokens/s, one thread",
-                ylim=(0, None),
-            )
-            axis.set_xticks(CONTEXTS, [f"{n:,}" for n in CONTEXTS])
-            axis.minorticks_off()
-            axis.set(xlabel="context, tokens")
-            if shown:
-                axis.legend(fontsize="small")
-    figure.savefig(file, dpi=100)
-
-
 def keep(table: str, row: dict) -> None:
     """Write a row into the results, in place of one of the same model, engine and precision."""
     file = RESULTS / "engines.json"
@@ -452,8 +418,6 @@ def keep(table: str, row: dict) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(tables, indent=1) + "\n")
     partial.replace(file)
-    if row["speed"]:
-        draw(tables, file.with_suffix(".png"))
 
 
 def parse() -> argparse.Namespace:

@@ -6,7 +6,7 @@
 
 Goes on where it was stopped. Models run in bfloat16 and answer 24 questions of each kind. The teacher also answers in
 float32, which shows how much rounding alone changes. Writes
-benchmarks/results/scores/{evaluation.json,scores.png} (in scores_2048 for texts of 2,048 tokens) and the table in
+benchmarks/results/scores/evaluation.json (in scores_2048 for texts of 2,048 tokens) and the table in
 docs/research/answers.md.
 """
 
@@ -104,8 +104,7 @@ def _cells(found: Found) -> list[str]:
 
 
 def write(length: int, known: record.Record) -> None:
-    """Draw the figures, and put the table between its marks."""
-    record.draw(place(length), known)
+    """Put the table between its marks."""
     start = f"<!-- {place(length).name} -->"
     end = f"<!-- /{place(length).name} -->"
     put(NOTES / "answers.md", start, table(known), end)

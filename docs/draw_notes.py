@@ -1,7 +1,8 @@
 """Draws the pictures of the research notes from their tables: python docs/draw_notes.py
 
 A picture follows the table that it shows. Each row is a line, labelled where it ends; each column is a place on the
-axis, the number in its header. The alternative text of the picture says what the axes are: "UP, by ACROSS".
+axis, the number in its header, or side by side if not all headers have one. The alternative text of the picture says
+what the axes are: "UP, by ACROSS".
 """
 
 import re
@@ -30,7 +31,7 @@ class Picture(NamedTuple):
     up: str
     across: str
     file: Path
-    places: list[float]
+    places: dict[str, float]
     rows: dict[str, list[float | None]]
 
 
@@ -58,7 +59,7 @@ def pictures(page: Path) -> list[Picture]:
             lines = {row[0].replace("`", ""): [number(x) for x in row[1:]] for row in rows}
             if len(lines) > MOST:
                 raise ValueError(f"{seen['file']} must have at most {MOST} lines, got {len(lines)}")
-            places = [number(x) or 0.0 for x in head[1:]]
+            places = places_of(head[1:])
             found.append(
                 Picture(seen["up"], seen["across"], page.parent / seen["file"], places, lines)
             )
@@ -66,16 +67,25 @@ def pictures(page: Path) -> list[Picture]:
     return found
 
 
+def places_of(heads: list[str]) -> dict[str, float]:
+    """Where columns are on the axis, by what is written there: their numbers, or side by side."""
+    numbers = [number(head) for head in heads]
+    if None in numbers:
+        return {head: float(i) for i, head in enumerate(heads)}
+    return {f"{x:,g}": x for x in numbers}
+
+
 def draw(picture: Picture) -> None:
-    """Lines over places on a logarithmic axis, with their names at their ends."""
+    """Lines over places, on a logarithmic axis if they are numbers, with their names at their ends."""
     figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
     ends = []
     for (name, values), colour in zip(picture.rows.items(), COLOURS):
-        known = [(x, y) for x, y in zip(picture.places, values) if y is not None]
+        known = [(x, y) for x, y in zip(picture.places.values(), values) if y is not None]
         axes.plot(*zip(*known), "o-", color=colour, markersize=4)
         ends.append((known[-1][1], name, colour))
-    axes.set(xlabel=picture.across, ylabel=picture.up, xscale="log", ylim=(0, None))
-    axes.set_xticks(picture.places, [f"{x:,g}" for x in picture.places])
+    scale = "linear" if 0.0 in picture.places.values() else "log"
+    axes.set(xlabel=picture.across, ylabel=picture.up, xscale=scale, ylim=(0, None))
+    axes.set_xticks(list(picture.places.values()), list(picture.places))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     label(axes, ends)
