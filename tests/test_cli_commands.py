@@ -27,7 +27,7 @@ def in_words(text):
 
 
 @pytest.mark.parametrize(
-    ("command", "most"), [("convert", 22), ("evaluate", 14), ("fine-tune", 14)]
+    ("command", "most"), [("convert", 22), ("evaluate", 15), ("fine-tune", 14)]
 )
 def test_a_command_has_few_arguments(command, most):
     assert len(load(command).params) <= most
@@ -48,7 +48,7 @@ def test_help_has_groups_and_an_example_that_parses(command, run, monkeypatch):
 
 def test_a_flag_has_the_same_meaning_in_all_commands():
     parameters = [x for command in COMMANDS for x in load(command).params]
-    for name in ("device", "dtype", "gpu", "checkpoints", "config", "overwrite"):
+    for name in ("device", "dtype", "gpu", "checkpoints", "config", "overwrite", "cache_bits"):
         assert len({x.help for x in parameters if x.name == name}) == 1
     assert all(len([name for name in x.opts if name.startswith("--")]) < 2 for x in parameters)
 

@@ -229,6 +229,21 @@ def test_info_of_a_transformer_compares_it_with_itself(run, teacher):
     assert out.count("100.00%") == len(CONTEXTS) + 1
 
 
+def test_bits_of_a_cache_are_chosen_where_a_model_is_loaded(run, student, type_lines, tmp_path):
+    _, exact, _ = run("info", student)
+    code, out, _ = run("info", student, "--cache-bits", "attention=4")
+    assert code == 0
+    assert out != exact
+    memory = tmp_path / "memory"
+    for message in (b"a list", b"new"):  # the second chat loads the memory of the first
+        type_lines(message)
+        code, _, err = run("chat", student, "--memory", memory, "--cache-bits", "4")
+        assert (code, "Error" in err) == (0, False)
+    type_lines(b"a")
+    _, _, err = run("chat", student, "--memory", memory)
+    assert "set cache_bits of the model's config to that of the file" in " ".join(err.split())
+
+
 def damaged(student, folder):
     whole = (student / "model.safetensors").read_bytes()
     return write_model(student, folder, {"model.safetensors": whole[:-100]})
@@ -322,6 +337,19 @@ def write_model(student, folder, files):
         ),
         (["chat", "STUDENT", "--memory", "."], "memory must be a file in a folder that exists"),
         (["fine-tune", "STUDENT", "--text", "", "--output", "OUT"], "text must"),
+        (
+            ["info", "STUDENT", "--cache-bits", "3"],
+            "cache_bits must be one of (8, 4), or None, got 3",
+        ),
+        (
+            ["info", "STUDENT", "--cache-bits", "few"],
+            "cache_bits must be int | dict[str, int], got 'few'",
+        ),
+        (["info", "STUDENT", "--cache-bits", "window=8"], "a dict with some of ['attention'], got"),
+        (
+            ["info", "TEACHER", "--cache-bits", "8"],
+            "must not be given for a model of another package",
+        ),
     ],
 )
 def test_errors_are_sentences(run, student, teacher, tmp_path, arguments, sentence):

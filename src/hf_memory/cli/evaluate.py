@@ -1,7 +1,7 @@
 """hf-memory evaluate."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -150,9 +150,13 @@ def evaluate(
     how = flags.settings()
     store = Datastore(datastore) if datastore else None
     mine = f"{model} with {datastore.name}" if datastore else model
+    if loading.cache_bits is not None:
+        mine += f" with cache_bits={loading.cache_bits}"
     with folder_lock(output), signs_of_life() as report:
         sources = ({against: against} if against else {}) | {mine: model}
-        models = {name: loading.load(source) for name, source in sources.items()}
+        as_saved = replace(loading, cache_bits=None)
+        loaders = dict.fromkeys(sources, as_saved) | {mine: loading}
+        models = {name: loaders[name].load(source) for name, source in sources.items()}
         weights = _weights(models, store)
         tokens = Text(torch.empty(0, dtype=torch.long))
         if flags.text:

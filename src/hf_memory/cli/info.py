@@ -6,7 +6,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
-from hf_memory.cli.options import found
+from hf_memory.cli.options import CacheBits, found, set_cache_bits
 from hf_memory.cli.terminal import console, print_table
 from hf_memory.conversion import load_config
 from hf_memory.evaluation import bytes_per_token, cache_bytes, kv_cache_bytes, layer_types
@@ -20,12 +20,14 @@ def info(
         str,
         typer.Argument(help="Folder, Hub name or GGUF file of a model; weights are not loaded."),
     ],
+    cache_bits: CacheBits = None,
 ) -> None:
     """Show parameters, layers, and the size of the cache compared with the KV cache of the same Transformer.
 
     Example: hf-memory info student
     """
     config = load_config(found(model))
+    set_cache_bits(config, cache_bits)
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     kinds = layer_types(config)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import CONFIG_NAME
+from transformers import PreTrainedConfig
 
 from hf_memory.cli.command import ADVANCED, IN_FILE, LONG, WHAT, WHERE
 from hf_memory.cli.run_file import RUN, parameters_of, read_flags
@@ -18,6 +19,8 @@ from hf_memory.cli.terminal import console
 from hf_memory.conversion import find_gguf
 from hf_memory.conversion.costs import DEVICES
 from hf_memory.evaluation import ITEMS
+from hf_memory.modeling.checks import check_type
+from hf_memory.modeling.configuration import MemoryConfig
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 NUMBER = re.compile(r"\d*\.?\d+")
@@ -78,6 +81,14 @@ Checkpoints = Annotated[
 LORA = "Fine-tune with LoRA of this rank; default: train all weights."
 SEED = "Random seed."
 Seed = Annotated[int, typer.Option(help=SEED, rich_help_panel=ADVANCED)]
+CacheBits = Annotated[
+    str | None,
+    typer.Option(
+        help="Bits of each number of keys and values in the cache: 8, 4, or full_attention_heads=4,window=8; "
+        "default: as the model's config says.",
+        rich_help_panel=ADVANCED,
+    ),
+]
 Config = Annotated[
     Path | None,
     typer.Option(
@@ -139,7 +150,7 @@ class TrainingFlags:
 
 
 def read_pairs(pairs: list[str] | None) -> dict:
-    """Parse name=value pairs; a value is a number, true, false, a list such as [a, b] or [[1], []], or a string."""
+    """Parse name=value pairs; a value is a number, true, false, a list such as [a, b], JSON in braces, or a string."""
     options = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
@@ -149,7 +160,10 @@ def read_pairs(pairs: list[str] | None) -> dict:
     return options
 
 
-def _value(text: str) -> bool | int | float | str | list:
+def _value(text: str) -> bool | int | float | str | list | dict:
+    if text.startswith("{") and text.endswith("}"):
+        with suppress(ValueError):  # of what is no JSON
+            return json.loads(text)
     if text.startswith("[") and text.endswith("]"):
         with suppress(ValueError):  # of words that are not quoted
             return json.loads(text)
@@ -162,6 +176,24 @@ def _value(text: str) -> bool | int | float | str | list:
         except ValueError:
             continue
     return text
+
+
+def set_cache_bits(config: PreTrainedConfig, words: str | None) -> None:
+    """Set `cache_bits` of a config as a flag says: 8, 4, or NAME=BITS with commas between several; None: leave it.
+
+    Raises:
+        ValueError: if the config is not of this package, or the bits are none that it can have.
+    """
+    if words is None:
+        return
+    if not isinstance(config, MemoryConfig):
+        raise ValueError(
+            f"cache_bits must not be given for a model of another package, got {words} for {config.model_type}"
+        )
+    bits = read_pairs(words.split(",")) if "=" in words else _value(words)
+    check_type("cache_bits", bits, int | dict[str, int])
+    config.cache_bits = bits  # type: ignore[assignment]
+    config.validate_architecture()
 
 
 def read_weights(texts: list[str]) -> tuple[list[str], list[float] | None]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from hf_memory import conversion
 from hf_memory.cli.command import ADVANCED, WHERE
-from hf_memory.cli.options import Seed, found
+from hf_memory.cli.options import CacheBits, Seed, found, set_cache_bits
 from hf_memory.cli.terminal import console, errors
 from hf_memory.modeling.loading import load_model
 
@@ -82,6 +82,7 @@ class LoadingFlags:
             rich_help_panel=ADVANCED,
         ),
     ] = "auto"
+    cache_bits: CacheBits = None
 
     def load(self, model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load a model and its tokenizer."""
@@ -107,6 +108,7 @@ class LoadingFlags:
                 f"the tokenizer of {model} must be the model's, whose embedding has {size} tokens, got one with "
                 f"{tokenizer.vocab_size}"
             )
+        set_cache_bits(loaded.config, self.cache_bits)
         return loaded.to(device), tokenizer  # type: ignore[arg-type]
 
 
