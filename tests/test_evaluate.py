@@ -138,6 +138,15 @@ def test_a_student_beside_its_teacher_has_the_figures_of_its_card(evaluate, fold
     assert f"{recall['value']:.3g} [{recall['low']:.3g}, {recall['high']:.3g}]" in out
 
 
+def test_a_student_in_few_bits_is_another_row(evaluate):
+    """Bits are those of the student; its teacher is measured as it is."""
+    *_, found = evaluate("--tasks", "speed")
+    assert len(found) == 2
+    code, _, err, found = evaluate("--tasks", "speed", "--cache-bits", "8")
+    assert (code, err) == (0, "")
+    assert len(found) == 3
+
+
 def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("stopped")
