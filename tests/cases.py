@@ -603,6 +603,56 @@ def without_plain_attention(case: Case) -> dict:
     return {"layer_types": [kind for kind in kinds if kind in LAYER_TYPES][:1] * len(kinds)}
 
 
+# Tests that take long, as those of compiled models, run over one case for each kind of layer: a memory that keeps other
+# states than all layers of cases before it, or attention of a kind. Each case has the number of its layer of a new
+# kind, which some of these tests take alone; None stands for the whole model, where several layers are new, or attention is.
+LAYER_OF_NEW_KIND: dict[str, int | None] = {
+    "linear-elu": 0,
+    "linear-favor": 0,
+    "linear-identity-norm": 0,
+    "linear-window": 0,
+    "linear-window-heads": None,
+    "linear-full": None,
+    "linear-sliding": None,
+    "gla": 0,
+    "gated-retention-full": 0,
+    "deltanet": 0,
+    "preconditioned": 0,
+    "deltaformer": 0,
+    "deltaformer-window": 0,
+    "titans-lmm-rope": 0,
+    "titans-mag": 0,
+    "titans-mac": 0,
+    "ttt-mlp-full": 0,
+    "atlas-full": 0,
+    "lact": 0,
+    "gated-window": 0,
+    "deltanet-window": None,
+    "gated-sinks": 0,
+    "mosaic-full": 0,
+    "transformer": 0,
+    "transformer-shaw": None,
+    "transformer-infinite": None,
+    "transformer-memorizing": None,
+    "transformer-buckets": None,
+    "transformer-reversible": 1,
+    "transformer-forget": None,
+    "transformer-forget-heads": 0,
+    "transformer-longformer": 0,
+    "mamba": 0,
+    "mamba3": 0,
+    "mesa": 0,
+    "kalman": 0,
+    "rwkv7": 0,
+    "log-linear-mamba2": 0,
+    "log-linear-gated-deltanet": 0,
+    "attention-heads": 0,
+    "attention-kept": None,
+}
+FIRST_OF_KIND = [CASE[name] for name in LAYER_OF_NEW_KIND]
+every_kind_of_layer = pytest.mark.parametrize("case", FIRST_OF_KIND, ids=LAYER_OF_NEW_KIND)
+
+
 def kinds_of_layers(case: Case) -> list:
     """What tells layers apart: memories of a family that keep other states, and kinds of attention."""
     config = make_config(case)
@@ -611,14 +661,6 @@ def kinds_of_layers(case: Case) -> list:
         kind if "attention" in kind else (case.model_type, kind, *sorted(spec))
         for kind, spec in layers
     ]
-
-
-KINDS = [kinds_of_layers(case) for case in CASES]
-NEW_KINDS = {case.name: {*KINDS[i]}.difference(*KINDS[:i]) for i, case in enumerate(CASES)}
-FIRST_OF_KIND = [case for case in CASES if NEW_KINDS[case.name]]
-every_kind_of_layer = pytest.mark.parametrize(
-    "case", FIRST_OF_KIND, ids=[case.name for case in FIRST_OF_KIND]
-)
 
 
 def passes_gradients(case: Case) -> bool:
@@ -630,19 +672,19 @@ def passes_gradients(case: Case) -> bool:
 
 
 def one_layer(case: Case) -> dict:
-    """Options of `make_model` for what is asked of each layer alone: the memory of a new kind, if there is only one.
+    """Options of `make_model` for what is asked of each layer alone; none for a case that needs all its layers.
 
-    The first cases with attention of a kind keep it beside their memory.
+    The layer is that of a new kind, and in other cases the memory, if all memories of the case are of one kind.
     """
     kinds = kinds_of_layers(case)
-    new = NEW_KINDS[case.name]
-    asked = new or {kind for kind in kinds if not isinstance(kind, str)}
-    if len(asked) > 1 or any(isinstance(kind, str) for kind in asked):
+    memories = [i for i, kind in enumerate(kinds) if not isinstance(kind, str)]
+    are_alike = len({kinds[i] for i in memories}) == 1
+    number = LAYER_OF_NEW_KIND.get(case.name, memories[0] if are_alike else None)
+    if number is None:
         return {}
-    here = slice(kinds.index(*asked), kinds.index(*asked) + 1)
-    return {"num_hidden_layers": 1} | {
-        name: x[here] for name, x in case.options.items() if isinstance(x, list)
-    }
+    lists = {name: x for name, x in case.options.items() if isinstance(x, list)}
+    of_layer = {name: x[number : number + 1] for name, x in lists.items()}
+    return {"num_hidden_layers": 1, **of_layer}
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -155,7 +155,8 @@ def test_commands_say_what_was_made_and_what_to_try_next(run, teacher, text, tmp
     student = tmp_path / "a student"
     command = "convert", teacher, "--text", text, "--output", student, *FAST
     code, out, err = run(*command, "--distillation", SHORT)
-    assert (code, err) == (0, "")
+    assert err == ""
+    assert code == 0
     assert out.endswith(f"\nNext: hf-memory chat '{student}'\n")
     assert f"Wrote {student}: the model, README.md" in out
     assert "ranking" not in out

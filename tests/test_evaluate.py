@@ -143,7 +143,8 @@ def test_a_student_in_few_bits_is_another_row(evaluate):
     *_, found = evaluate("--tasks", "speed")
     assert len(found) == 2
     code, _, err, found = evaluate("--tasks", "speed", "--cache-bits", "8")
-    assert (code, err) == (0, "")
+    assert err == ""
+    assert code == 0
     assert len(found) == 3
 
 

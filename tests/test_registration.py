@@ -9,9 +9,20 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 from transformers.cli.serving import model_manager
 
-from cases import CASES, make_model
+from cases import CASES, LAYER_OF_NEW_KIND, kinds_of_layers, make_model
 from hf_memory.cache import MemoryLayer
 from hf_memory.modeling.registration import KnownToPeft
+
+
+def test_each_kind_of_layer_is_in_the_table_of_cases_once():
+    known = set()
+    for case in CASES:
+        kinds = kinds_of_layers(case)
+        new = {*kinds} - known
+        known |= new
+        assert (case.name in LAYER_OF_NEW_KIND) == bool(new), case.name
+        number = LAYER_OF_NEW_KIND.get(case.name)
+        assert number is None or new == {kinds[number]}, case.name
 
 
 def test_configs_of_transformers_refuse_unknown_layers():

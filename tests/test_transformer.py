@@ -1,6 +1,7 @@
 """The Transformer's positions and patterns are the published equations, and no token sees later ones."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -108,12 +109,140 @@ def drawn(block):
     return blocks
 
 
-def best_pairs(position, mixer, h, i, q, k, v):
-    """Keys, values and distances of the two tokens of the store with the highest scores."""
-    store = [(k[j], v[j], i - j) for j in range(i + 1) if 5 <= i - j < 11]
-    return sorted(
-        store, key=lambda pair: score(position, mixer.relation, h, q[i], pair[0], pair[2])
-    )[-2:]
+class Heads(NamedTuple):
+    """Queries, keys and values [T, heads, D] of one row; queries and keys also as they are before a rotation."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    plain_q: torch.Tensor
+    plain_k: torch.Tensor
+
+
+class Entry(NamedTuple):
+    """What a query sees: the query, a key and a value [D], their distance in positions, and the tokens read since."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d: int
+    age: int = 0
+
+
+def heads_of(mixer, x, position):
+    q, k, v = (
+        proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    )
+    rotated = (turned(q), turned(k)) if position == "rope" else (q, k)
+    return Heads(*rotated, v, q, k)
+
+
+def attention(mixer, position, x, entries):
+    """Softmax attention of one row [T, hidden_size] to the entries that `entries(heads, h, i)` gives, one at a time."""
+    heads = heads_of(mixer, x, position)
+    outputs = torch.zeros(len(x), H, D, dtype=x.dtype)
+    for h in range(H):
+        for i in range(len(x)):
+            scores, values = scores_and_values(mixer, position, x, h, i, entries(heads, h, i))
+            outputs[i, h] = scores.softmax(0) @ values
+    return mixer.o_proj(outputs.flatten(1))
+
+
+def scores_and_values(mixer, position, x, h, i, entries):
+    """Those of entries [n] and [n, D], as the positions change them."""
+    relation = getattr(mixer, "relation", None)
+    scores = torch.stack([score(position, relation, h, e.q, e.k, e.d) for e in entries])
+    values = torch.stack([e.v for e in entries])
+    if position == "relative":
+        values = values + torch.stack([relation.values.weight[min(e.d, FARTHEST)] for e in entries])
+    if position == "forget":
+        kept = F.logsigmoid(mixer.forget.proj(x))[:, h]
+        scores = scores + torch.stack([kept[i - e.age + 1 : i + 1].sum() for e in entries])
+    return scores, values
+
+
+def seen_tokens(pattern):
+    """Entries: the tokens that a pattern or a kind of past lets a token see."""
+
+    def entries(heads, h, i):
+        return [
+            Entry(heads.q[i, h], heads.k[j, h // 2], heads.v[j, h // 2], i - j, i - j)
+            for j in range(i + 1)
+            if sees(pattern, h, i, j)
+        ]
+
+    return entries
+
+
+def with_summaries(mixer):
+    """Entries: the own block of 4 tokens, and two learned sums of each block before it."""
+
+    def entries(heads, h, i):
+        found = seen_tokens("linformer")(heads, h, i)
+        for end in range(4, i // 4 * 4 + 1, 4):
+            block = slice(end - 4, end)
+            keys = mixer.compress @ heads.k[block, h // 2]
+            values = mixer.compress @ heads.v[block, h // 2]
+            found += [Entry(heads.q[i, h], *pair, i + 1 - end) for pair in zip(keys, values)]
+        return found
+
+    return entries
+
+
+def first_and_last(position):
+    """Entries: a window of 5 and two first tokens, at positions that are counted within these."""
+
+    def entries(heads, h, i):
+        far = turned(heads.plain_q, 6) if position == "rope" else heads.q
+        found = seen_tokens("infinite")(heads, h, i)
+        return [e if e.d < 5 else e._replace(q=far[i, h], d=min(e.d, 6 - (i - e.d))) for e in found]
+
+    return entries
+
+
+def with_slots(mixer, position):
+    """Entries: a segment of 4 tokens, the 6 before it, and three slots of two tokens each that are older."""
+
+    def entries(heads, h, i):
+        is_most_used = mixer.config.compression == "most_used"
+        used = attention_got(heads.q, heads.k) if is_most_used else None
+        found = seen_tokens("compressive")(heads, h, i)
+        last = i // 4 * 4 - 6
+        for start in range(max(0, last - 6), last, 2):
+            pair = slot(mixer, position, h // 2, start, used, heads.plain_k, heads.k, heads.v)
+            found.append(Entry(heads.q[i, h], *pair, i - start - 1))
+        return found
+
+    return entries
+
+
+def with_best_of_store(mixer, position):
+    """Entries: a window of 5 tokens, and the two of the 6 tokens before it that have the highest scores."""
+
+    def entries(heads, h, i):
+        store = [
+            Entry(heads.q[i, h], heads.k[j, h // 2], heads.v[j, h // 2], i - j)
+            for j in range(max(0, i - 10), i - 4)
+        ]
+        store.sort(key=lambda e: score(position, mixer.relation, h, *e[:2], e.d))
+        return seen_tokens("memorizing")(heads, h, i) + store[-2:]
+
+    return entries
+
+
+def with_store_beside(mixer, position, x):
+    """A window of 5 tokens, joined with the two of the 6 tokens before it that have the largest cosines."""
+    heads = heads_of(mixer, x, position)
+    outputs = torch.zeros(len(x), H, D, dtype=x.dtype)
+    for h in range(H):
+        for i in range(len(x)):
+            near = seen_tokens("memorizing")(heads, h, i)
+            scores, values = scores_and_values(mixer, position, x, h, i, near)
+            outputs[i, h] = scores.softmax(0) @ values
+            if i >= 5:
+                q, k, v = heads.plain_q[:, h], heads.plain_k[:, h // 2], heads.v[:, h // 2]
+                outputs[i, h] = joined(mixer, h, scores, values, *remembered(mixer, h, i, q, k, v))
+    return mixer.o_proj(outputs.flatten(1))
 
 
 def remembered(mixer, h, i, q, k, v):
@@ -163,7 +292,7 @@ def compressed(compression, block):
 
 
 def bucket_attention(mixer, x):
-    """As `dense`, with queries as keys and itself where there is nothing else; without buckets, a window of 4."""
+    """One row, with queries as keys and itself where there is nothing else; without buckets, a window of 4."""
     q, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.v_proj))
     units = unit(q)
     outputs = torch.zeros(len(x), H, D, dtype=x.dtype)
@@ -182,79 +311,6 @@ def bucket_attention(mixer, x):
                 seen = range(max(0, i - 3), i + 1)
                 keys = turned(mixer.k_proj(x)[:, None])[:, 0]
             outputs[i, h] = (keys[seen] @ q[i, h] / math.sqrt(D)).softmax(0) @ v[seen, h // 2]
-    return mixer.o_proj(outputs.flatten(1))
-
-
-def dense(
-    mixer, x, position="rope", pattern="full", past="cache", layer_types=("memory",), **options
-):
-    """Attention of one row [T, hidden_size], a pair at a time."""
-    pattern = pattern if layer_types[0] == "memory" else layer_types[0]
-    T = len(x)
-    q, k, v = (
-        proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
-    )
-    plain, (q, far, k) = (
-        (q, k),
-        (turned(q), turned(q, 6), turned(k)) if position == "rope" else (q, q, k),
-    )
-    outputs = torch.zeros(T, H, D, dtype=x.dtype)
-    used = attention_got(q, k) if options.get("compression") == "most_used" else None
-    for h in range(H):
-        for i in range(T):
-            pairs = [
-                (k[j, h // 2], v[j, h // 2], i - j)
-                for j in range(i + 1)
-                if sees(past if pattern == "full" and past != "cache" else pattern, h, i, j)
-            ]
-            if pattern == "linformer":
-                blocks = [slice(4 * b, 4 * b + 4) for b in range(i // 4)]
-                sums = [
-                    (mixer.compress @ k[x, h // 2], mixer.compress @ v[x, h // 2], x.stop)
-                    for x in blocks
-                ]
-                pairs += [
-                    (keys[n], values[n], i + 1 - end)
-                    for keys, values, end in sums
-                    for n in range(2)
-                ]
-            if options.get("memory_join") == "attention":
-                pairs += best_pairs(position, mixer, h, i, q[:, h], k[:, h // 2], v[:, h // 2])
-            distances = [d for _, _, d in pairs]
-            queries = [far[i, h] if past == "infinite" and d >= 5 else q[i, h] for _, _, d in pairs]
-            if past == "infinite":
-                pairs = [
-                    (key, value, min(d, 6 - i + d) if d >= 5 else d) for key, value, d in pairs
-                ]
-            if past == "compressive":
-                seen = i // 4 * 4 - 6
-                for start in range(max(0, seen - 6), seen, 2):
-                    pairs.append(
-                        (*slot(mixer, position, h // 2, start, used, plain[1], k, v), i - start - 1)
-                    )
-                queries = [q[i, h]] * len(pairs)
-            relation = getattr(mixer, "relation", None)
-            scores = [
-                score(position, relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)
-            ]
-            values = [
-                value + mixer.relation.values.weight[min(d, FARTHEST)]
-                if position == "relative"
-                else value
-                for _, value, d in pairs
-            ]
-            scores = torch.stack(scores)
-            values = torch.stack(values)
-            if position == "forget":
-                forgotten = F.logsigmoid(mixer.forget.proj(x))[:, h]
-                scores = scores + torch.stack(
-                    [forgotten[i - d + 1 : i + 1].sum() for d in distances]
-                )
-            if past == "memorizing" and options.get("memory_join") != "attention" and i >= 5:
-                found = remembered(mixer, h, i, plain[0][:, h], plain[1][:, h // 2], v[:, h // 2])
-                outputs[i, h] = joined(mixer, h, scores, values, *found)
-            else:
-                outputs[i, h] = scores.softmax(0) @ values
     return mixer.o_proj(outputs.flatten(1))
 
 
@@ -296,15 +352,83 @@ every_word = pytest.mark.parametrize(
 )
 
 
-@every_word
-@torch.no_grad()
-def test_attention_is_its_equation(words):
-    model = make(SIZES | words | ({"past_window": 6} if "compression" in words else {}))
-    mixer = model.model.layers[0].mixer
-    x = torch.randn(1, 19, 32, dtype=torch.float64)
-    in_buckets = words.get("pattern") in BUCKETS
-    expected = bucket_attention(mixer, x[0]) if in_buckets else dense(mixer, x[0], **words)
+def words_where(holds):
+    """Those of WORDS for which something holds, given the position, the pattern and the past."""
+    chosen = [
+        words for words in WORDS if holds(words.get("pattern", "full"), words.get("past", "cache"))
+    ]
+    names = [str([*words.values()]) for words in chosen]
+    return pytest.mark.parametrize("words", chosen, ids=names)
+
+
+def mixer_and_row(words):
+    """A mixer, and hidden states [1, 19, 32]."""
+    mixer = make(SIZES | words).model.layers[0].mixer
+    return mixer, torch.randn(1, 19, 32, dtype=torch.float64)
+
+
+def assert_is(mixer, x, expected):
     assert_close(mixer(x, rotations(torch.arange(19)))[0][0], expected)
+
+
+@words_where(
+    lambda pattern, past: pattern not in (*BUCKETS, "linformer") and past in ("cache", "xl")
+)
+@torch.no_grad()
+def test_attention_to_tokens_that_a_pattern_shows_is_its_equation(words):
+    mixer, x = mixer_and_row(words)
+    position = words.get("position", "rope")
+    shown = "xl" if words.get("past") == "xl" else words.get("pattern", "full")
+    if "layer_types" in words:
+        shown = "sliding_heads"
+    assert_is(mixer, x, attention(mixer, position, x[0], seen_tokens(shown)))
+
+
+@words_where(lambda pattern, past: pattern == "linformer")
+@torch.no_grad()
+def test_summaries_of_blocks_are_learned_sums(words):
+    mixer, x = mixer_and_row(words)
+    assert_is(mixer, x, attention(mixer, "rope", x[0], with_summaries(mixer)))
+
+
+@words_where(lambda pattern, past: pattern in BUCKETS)
+@torch.no_grad()
+def test_attention_in_buckets_is_attention_to_tokens_of_the_same_bucket(words):
+    mixer, x = mixer_and_row(words)
+    assert_is(mixer, x, bucket_attention(mixer, x[0]))
+
+
+@words_where(lambda pattern, past: past == "infinite")
+@torch.no_grad()
+def test_positions_of_an_infinite_past_are_counted_within_what_is_seen(words):
+    mixer, x = mixer_and_row(words)
+    position = words.get("position", "rope")
+    assert_is(mixer, x, attention(mixer, position, x[0], first_and_last(position)))
+
+
+@words_where(lambda pattern, past: past == "compressive")
+@torch.no_grad()
+def test_slots_are_attended_to_as_tokens_are(words):
+    mixer, x = mixer_and_row(words | {"past_window": 6})
+    position = words.get("position", "rope")
+    assert_is(mixer, x, attention(mixer, position, x[0], with_slots(mixer, position)))
+
+
+@words_where(lambda pattern, past: past == "memorizing")
+@torch.no_grad()
+def test_tokens_of_a_store_are_attended_to_or_joined(words):
+    mixer, x = mixer_and_row(words)
+    position = words.get("position", "rope")
+    if words.get("memory_join") == "attention":
+        expected = attention(mixer, position, x[0], with_best_of_store(mixer, position))
+    else:
+        expected = with_store_beside(mixer, position, x[0])
+    assert_is(mixer, x, expected)
+
+
+def test_each_word_has_an_equation():
+    pasts = {"cache", "xl", "infinite", "compressive", "memorizing"}
+    assert {words.get("past", "cache") for words in WORDS} == pasts == {*PASTS}
 
 
 @pytest.mark.parametrize("kind", ["memory", "sliding_heads"])
