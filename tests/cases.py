@@ -605,7 +605,7 @@ def without_plain_attention(case: Case) -> dict:
 
 # Tests that take long, as those of compiled models, run over one case for each kind of layer: a memory that keeps other
 # states than all layers of cases before it, or attention of a kind. Each case has the number of its layer of a new
-# kind, which some of these tests take alone; None stands for the whole model, where several layers are new, or attention is.
+# kind. Some of these tests take this layer alone; None stands for the whole model, where several are new.
 LAYER_OF_NEW_KIND: dict[str, int | None] = {
     "linear-elu": 0,
     "linear-favor": 0,
