@@ -25,7 +25,7 @@ CHARTS = {
         embedding: vector of the token
         norm: RMSNorm
         mixer: query, key, value and gates; short convolutions; rotation | cache: returns the states of this layer
-        op: state and token in, output and new state out | cache: stores the new states
+        op or attention: states and token in, output and new states out | cache: stores the new states
         output: norm, gate and projection, added to the input of the layer
         feed-forward: norm and MLP, added to their input
         head: last norm, and logits of the next token

@@ -37,7 +37,7 @@ def read(case, *parts, rows=slice(None), mask=None, x=None):
         mine = None if mask is None else mask[:, part]
         angles = tuple(angle[:, part] for angle in positions)
         outputs.append(mixer(tokens[rows, part], angles, mine, past_key_values=cache)[0])
-    growing = {name for name, state in mixer.spec.items() if state.growth in ("segment", "token")}
+    growing = {name for name, state in mixer.spec.items() if state.growth == "token"}
     return torch.cat(outputs, 1), cache.layers[mixer.layer_idx].read(), growing
 
 

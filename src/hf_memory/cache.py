@@ -1,4 +1,4 @@
-"""The recurrent part of a transformers cache: named states of fixed size instead of growing keys and values.
+"""The recurrent part of a transformers cache: named states, most of them of fixed size, instead of keys and values.
 
 Where a config's `layer_types` has a name in LAYER_TYPES, `DynamicCache(config=...)` and `StaticCache(config=...)` have
 a `MemoryLayer`. `generate` creates these caches itself.
@@ -44,8 +44,9 @@ class State:
         dtype: its dtype; None: that of the model.
         growth: how the number of entries grows with the number of tokens: not at all, with its logarithm, or with it.
         at_most: number of tokens after which it stops growing; None: it does not.
-        absent: value of entries that belong to no token of a row.
-        largest: the largest value of whole numbers; None: the number of tokens.
+        absent: the smallest value of whole numbers, such as that of entries that belong to no token of a row.
+        largest: their largest value; None: the number of tokens that were read. Only a saved memory that is loaded is
+            compared with both: a state with other numbers can be saved, and is refused when it is loaded.
         bits: the bits of each number of a packed state, whose `shape` and `dtype` are those of bytes; None: not packed.
     """
 

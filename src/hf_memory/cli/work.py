@@ -18,7 +18,7 @@ from hf_memory.conversion.describe import advice_rows, device_rows, fits
 from hf_memory.conversion.goal import CONTEXT
 from hf_memory.conversion.report import HEADER, RATIO_BELOW, SCORE_HEADER, score_table, table
 
-HEADS = ("layer/head", "score")
+HEAD_COLUMNS = ("layer/head", "score")
 TRIED = (
     "heads",
     "window",
@@ -113,7 +113,9 @@ def show_choice(plan: Plan) -> None:
     if heads := plan.chosen:
         rows = [(f"{x.layer}/{x.head}", f"{x.score:.3f}") for x in heads]
         by = conversion.HEAD_SCORES[plan.keep.ranking]
-        print_table(rows, HEADS, title=f"key-value heads that keep everything, by their {by}")
+        print_table(
+            rows, HEAD_COLUMNS, title=f"key-value heads that keep everything, by their {by}"
+        )
 
 
 def _tried_row(tried: Tried) -> Sequence[str]:

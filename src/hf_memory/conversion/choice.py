@@ -1,4 +1,7 @@
-"""What only a teacher's weights can decide: which layers or heads keep their attention, and how many older tokens."""
+"""Which layers or heads keep their attention, and how many older tokens, by words or by a ranking; and the config.
+
+`choosing` makes rankings, which need the teacher's weights; nothing here does.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

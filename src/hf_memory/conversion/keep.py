@@ -21,8 +21,9 @@ class Keep:
 
     Attributes:
         kind: `"layers"` with these numbers; a `"share"` of the layers, evenly spread; `"auto"` for a share of the
-            layers, those that a ranking puts first; `"heads"` and `"retrieval"` for a share of all key-value heads,
-            those that a ranking by this name in HEAD_SCORES puts first.
+            layers, those that a ranking puts first; `"heads"` and `"retrieval"` for a share of the key-value heads,
+            those that a ranking by this name in HEAD_SCORES puts first. Ranked are layers that the student replaces,
+            and their heads: layers that have the teacher's short window anyway are not among them.
         layers: numbers of layers, counted from 0, in order; of the first kind only.
         share: part of the layers or heads, above 0 and at most 1; 0 for the first kind.
     """
@@ -39,7 +40,7 @@ class Keep:
             words: numbers of layers, counted from 0; or one of these words: `"none"`; numbers of layers such as
                 `"0,3"`; a fraction such as `"1/4"`, which keeps a of every b layers, evenly spread and as late as
                 possible, so that of 8 layers it keeps 3 and 7; `"auto"`, a quarter of the layers, or `"auto:1/8"`;
-                `"heads:1/10"` or `"retrieval:1/10"`, a share of all key-value heads.
+                `"heads:1/10"` or `"retrieval:1/10"`, a share of the key-value heads in layers that are replaced.
 
         Raises:
             ValueError: if it is none of these.

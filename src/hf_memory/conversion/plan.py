@@ -1,4 +1,4 @@
-"""Plans: all decisions of a conversion are made here, once, and errors that can be foreseen are raised here."""
+"""Plans: a recipe and a choice become what will run, and errors that can be foreseen are raised here."""
 
 import copy
 from collections.abc import Iterator
@@ -35,8 +35,8 @@ from hf_memory.modeling.checks import check, check_type
 from hf_memory.modeling.chunks import check_passes_gradients
 
 BYTES = 4  # size of a float32 number
-NOTHING = Choice()  # is kept
-HEADS = "heads:1/11"  # what is kept by default
+NOTHING = Choice()  # keeps no attention
+USUAL_KEEP = "heads:1/11"  # default of `keep`, where layers can have windows
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Plan:
         scorer: config of the model that scores in distillation, if it is not the teacher.
         scorer_parameters: number of its parameters.
         student_parameters: number of the student's parameters.
-        choice: what keeps the teacher's attention; if the plan is not final, as many layers or heads, the first ones.
+        choice: what keeps the teacher's attention. In a plan that is not final, a stand-in: the first layers or heads,
+            as many as the ranking will choose.
         is_final: whether nothing is left for `choose` to decide.
         goal: the goal of the recipe that `choose` has yet to meet; the recipe of a plan has none.
         is_exact: whether the student equals its teacher before any training.
@@ -190,7 +191,7 @@ def resolve(
         return _resolve_fine_tuning(recipe, teacher, tokens)
     _check_models(recipe, teacher, scorer)
     positions = getattr(teacher, "max_position_embeddings", None) or len(tokens)
-    usual_keep = HEADS if goal is not None or can_have_windows(recipe.to) else "none"
+    usual_keep = USUAL_KEEP if goal is not None or can_have_windows(recipe.to) else "none"
     recipe = replace(recipe, goal=None).fitting(usual_keep, min(positions, len(tokens)))
     if scorer is not None:
         check_tokens(tokens, scorer, recipe.distillation.length)

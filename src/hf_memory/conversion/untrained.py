@@ -61,6 +61,8 @@ def ranked_heads(
     """
     if plan.keep.ranking == "retrieval":
         return rank_heads_by_retrieval(teacher, tokens)
+    # In the ranking, a longer window stands for kept tokens: which tokens a head would keep is not known in a teacher
+    # with plain attention, but the head then sees as many. Likewise first tokens stand for sinks and a virtual token.
     config: Any = plan.student
     mean_kept = sum(config.kept_tokens) // config.num_hidden_layers
     window = (config.sliding_window or WINDOW) + mean_kept

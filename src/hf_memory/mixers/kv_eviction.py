@@ -29,8 +29,7 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
 from hf_memory.ops.bits import pack, rounded, unpack
 from hf_memory.ops.dispatch import Backend
-from hf_memory.ops.kv_eviction import retained_attention
-from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at
+from hf_memory.ops.kv_eviction import places_that_stay, retained_attention, rows_at
 from hf_memory.ops.layout import expand_dims_like
 
 DECAY = 0.8  # of the received attention, for each block
@@ -64,9 +63,9 @@ class Entries(NamedTuple):
 class KVEviction(NamedTuple):
     """The tokens that stay for each head: the first ones, those of the window, and `kept` others."""
 
-    size: int  # of the window, at the beginning of a block
-    first: int
-    kept: int
+    size: int  # number of last tokens that stay; queries later in a block see more, since its tokens join them
+    first: int  # number of first tokens that stay
+    kept: int  # number of other tokens that stay
     block: int  # number of tokens after which it is decided which ones stay
     needs_mass: bool = False  # whether the masses of the softmax are asked for
     backend: Backend = "auto"

@@ -1,8 +1,9 @@
-"""A memory beside attention over a window: tokens that leave the window are written to the memory.
+"""Attention over a window, beside older tokens that are kept or a memory of the tokens that have left the window.
 
 The projections are those of attention. Most key-value heads see a window and the first tokens of the sequence or a
-learned sink in their place (https://arxiv.org/abs/2309.17453), in one softmax with a memory of all tokens between. Some
-heads can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
+learned sink in their place (https://arxiv.org/abs/2309.17453). In one softmax with these is nothing else; or older
+tokens that received attention, as in students by default (`KVEviction`); or a memory of all tokens between. Some heads
+can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -173,10 +174,16 @@ class WindowedMixer(MemoryMixer):
         return [part for part in (self.far, self.sinks, self.virtual_token) if part is not None]
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `tokens_read` [B]; `keys` and `values`, those of a `Ring`; those of the memory, with
-        `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels], also in a ring, for the writes of
-        tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
-        heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
+        """See `MemoryMixer.mix`. The states are:
+
+        - `tokens_read` [B];
+        - of heads with a window `keys` and `values` [B, tokens, H, D] of a `Ring`; or with kept tokens those of
+          `Entries`: `keys` and `values` [B, H, n, D], `number` and `received` [B, H, n];
+        - those of the memory, with `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels] of the
+          ring, for the writes of tokens that are still in the window;
+        - of heads that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and `full_positions`
+          [B, tokens], or another ring if they have a window.
+        """
         o, states = self.attend(hidden_states, *self.project_heads(hidden_states, None), context)
         return self.o_proj(o.flatten(2)), states
 

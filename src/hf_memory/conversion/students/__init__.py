@@ -25,7 +25,7 @@ STUDENTS = {
     "attention": MEMORIES["transformer"],
     **MEMORIES,
 }  # the first has attention over windows, and no memory
-HEADS = (
+HEAD_SIZES = (
     "linear_key_head_dim",
     "linear_value_head_dim",
 )  # the teacher's head size, so that its projections fit
@@ -137,15 +137,22 @@ def student_config(
     kinds = layer_types(teacher)
     far_memory = getattr(family.config, "far_memory", None)
     has_window = "sliding_window" in options and far_memory is not None
-    new = "sliding_heads" if to == "attention" else "sliding_memory" if has_window else "memory"
+    # Layers that are not kept become `new`. A teacher's layers with a window may become another type:
+    # DeltaFormer has the same window in a layer type of its own; and where a teacher has both kinds of layers and the
+    # student's window is the teacher's, these layers stay as they are, since the window has nothing to make shorter.
+    new = "memory"
+    if to == "attention":
+        new = "sliding_heads"
+    elif has_window:
+        new = "sliding_memory"
     own = own_window(teacher)
     in_place_of = {"sliding_attention": "sliding_memory"} if to == "deltaformer" else {}
     if new != "memory" and {*kinds} == {*ATTENTION} and options.get("sliding_window", own) == own:
-        in_place_of = {"sliding_attention": "sliding_attention"}  # they are as short already
+        in_place_of = {"sliding_attention": "sliding_attention"}
     shared["layer_types"] = [
         kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)
     ]
-    presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
+    presets = {name: shared["head_dim"] for name in HEAD_SIZES if hasattr(family.config, name)}
     presets |= {
         "memory_rope": True,
         "num_sink_tokens": SINKS if new != "memory" else 0,

@@ -26,10 +26,10 @@ HEAD_SCORES = {  # what heads are ranked by, for each word
     "heads": "part in the divergence of the teacher's predictions of repeated passages if all heads have windows",
     "retrieval": "attention to what followed a passage when it was read before",
 }
-PASSAGE = 256
-BETWEEN = 512
-PASSAGES = 3  # tokens of a passage, tokens between its readings, number of passages
-GATES = (1 / 6, 3 / 6, 5 / 6)  # at which gradients are averaged
+PASSAGE = 256  # tokens of a passage
+BETWEEN = 512  # tokens between its two readings
+PASSAGES = 3  # number of passages
+GATE_VALUES = (1 / 6, 3 / 6, 5 / 6)  # of a head's gate, at which gradients are averaged
 OBSERVED = "hf_memory_observed"  # name of an attention function that is ours for a while
 
 
@@ -151,12 +151,12 @@ def window_divergences(
         row = row.to(teacher.device)
         with torch.no_grad():
             target = teacher(row, use_cache=False).logits[0, places]
-        for point in GATES:
+        for point in GATE_VALUES:
             gates = torch.full_like(gates, point).requires_grad_()
             with attention_by(teacher, once), only_these_learn(teacher, ()), torch.enable_grad():
                 logits = teacher(row, use_cache=False).logits[0, places]
                 total -= torch.autograd.grad(
-                    divergence(logits, target) / len(GATES) / len(places), gates
+                    divergence(logits, target) / len(GATE_VALUES) / len(places), gates
                 )[0]
     return total / len(rows)
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from hf_memory.ops.dispatch import Backend, choose_backend
 from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.kv_eviction import chunk
+from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at
+
+__all__ = ["places_that_stay", "retained_attention", "rows_at"]
 
 LARGEST = {
     2: 1 << 15,
