@@ -538,6 +538,29 @@ CASES = (
             "cache_bits": 8,
         },
     ),
+    Case(
+        "transformer-bits",
+        "hf_memory_transformer",
+        {
+            **PATTERN,
+            **PAST,
+            "past": ["cache", "infinite"],
+            "pattern": ["fixed", "full"],
+            "cache_bits": 8,
+        },
+    ),
+    Case(
+        "transformer-local-bits",
+        "hf_memory_transformer",
+        {
+            **PATTERN,
+            "position": "relative",
+            "layer_types": ["sliding_heads", "memory"],
+            "sliding_window": 4,
+            "pattern": "block_local",
+            "cache_bits": 4,
+        },
+    ),
 )
 
 CASE = {case.name: case for case in CASES}

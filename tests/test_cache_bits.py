@@ -110,3 +110,32 @@ def test_gradients_are_nearly_those_without_rounding(name):
         model(tokens, labels=tokens).loss.backward()
         gradients[bits] = torch.cat([x.grad.flatten() for x in model.parameters()])
     assert (gradients[8] - gradients[None]).norm() < 0.2 * gradients[None].norm()
+
+
+DELTAFORMERS = ["deltaformer", "deltaformer-full-norope", "deltaformer-window"]
+
+
+@pytest.mark.parametrize("name", DELTAFORMERS)
+@torch.no_grad()
+def test_what_a_deltaformer_writes_depends_on_calls_by_less_than_rounding_changes(name):
+    tokens = random_tokens(2, 14)
+    exact = make_model(CASE[name]).double()(tokens).logits
+    model = make_model(CASE[name], cache_bits=8).double()
+    whole = model(tokens).logits
+    assert 0 < (whole - exact).norm() < 0.02 * exact.norm()
+    for lengths in ([14], [5, 4, 5], [1] * 14):
+        cache = DynamicCache(config=model.config)
+        found = torch.cat([go_on(model, cache, x) for x in tokens.split(lengths, 1)], 1)
+        assert (found - whole).norm() < 2 * (whole - exact).norm()
+    assert state_bytes(cache) == 2 * cache_bytes(model.config, 14)  # of two rows
+
+
+@pytest.mark.parametrize("name", DELTAFORMERS)
+def test_a_deltaformer_learns_with_rounding(name):
+    tokens = random_tokens(2, 14)
+    gradients = []
+    for bits in (None, 8):
+        model = make_model(CASE[name], cache_bits=bits).double()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
+    assert (gradients[1] - gradients[0]).norm() < 0.2 * gradients[0].norm()

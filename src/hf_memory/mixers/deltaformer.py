@@ -9,6 +9,7 @@ from hf_memory.layers import unit_length, upcast
 from hf_memory.mixers.attention_blocks import Columns, full_attention
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.pasts import take
+from hf_memory.ops.bits import pack, rounded, unpack
 from hf_memory.ops.deltaformer import corrected_values, read
 from hf_memory.ops.masks import Tokens, causal, window
 
@@ -18,6 +19,9 @@ class DeltaFormerMixer(MemoryMixer):
 
     https://arxiv.org/abs/2505.19488. There is one u for each key-value head. The cache holds keys and u. Without
     `write_rope` it holds each key twice, rotated for reads and not rotated for writes. A softmax read is attention.
+
+    With `cache_bits`, u is computed from those u of its own call that are not rounded yet, and from rounded ones of
+    earlier calls; so results depend on how a text is divided into calls, by a part of what rounding changes.
     """
 
     sees_positions = True
@@ -48,8 +52,10 @@ class DeltaFormerMixer(MemoryMixer):
         _, heads, _, D, _ = config.memory_heads
         W = window_of(config, layer_idx)
         at_most = None if W is None else W - 1
-        keys = State((heads, D if config.write_rope else 2 * D), None, "token", at_most)
-        u = State((heads, D), None, "token", at_most)
+        bits = config.bits_of("memory")
+        channels = D if config.write_rope else 2 * D
+        keys = State((heads, channels), None, "token", at_most).in_bits(bits)
+        u = State((heads, D), None, "token", at_most).in_bits(bits)
         positions = State((), torch.int32, "token", at_most, absent=-1)
         return {
             "tokens_read": State((), torch.long),
@@ -58,6 +64,11 @@ class DeltaFormerMixer(MemoryMixer):
             "positions": positions,
         }
 
+    @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
+        """See `Projections.kinds_in_bits`."""
+        return ("memory",)
+
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `tokens_read` [B]; and of all tokens, or of those within the window, `keys` [B, tokens, H, D
         or 2 D], `values` [B, tokens, H, D], which are u, and `positions` [B, tokens]."""
@@ -65,9 +76,10 @@ class DeltaFormerMixer(MemoryMixer):
         q, k = self.rotate(q, k_written, context.positions)
         tokens, tokens_read = context.places(k)
         cached_k = k if self.config.write_rope else torch.cat([k, k_written], -1)
-        past, _ = context.grown(
-            {"keys": cached_k, "positions": tokens.position.expand(len(k), -1).int()}
-        )
+        cached_k, stored_k = self._rounded(cached_k)
+        position = tokens.position.expand(len(k), -1).int()
+        before = self._in_numbers(context, cached_k)
+        past, _ = before.grown({"keys": cached_k, "positions": position})
         is_full = context.is_whole or context.cu_seqlens is not None
         shared = {
             "mask": None if is_full else past["positions"] >= 0,
@@ -76,9 +88,10 @@ class DeltaFormerMixer(MemoryMixer):
             "backend": self.config.mixer_backend,
         }
         u = self._write(
-            past["keys"][..., -self.head_dim :], v, self._beta(hidden_states), context, shared
+            past["keys"][..., -self.head_dim :], v, self._beta(hidden_states), before, shared
         )
-        past |= context.grown({"values": u})[0]
+        u, stored_u = self._rounded(u)
+        past |= before.grown({"values": u})[0]
         k = past["keys"][..., : self.head_dim]
         u = past["values"]
         if self.config.read_kernel == "softmax":
@@ -89,9 +102,32 @@ class DeltaFormerMixer(MemoryMixer):
             )
         else:
             o = read(unit_length(q), unit_length(k), u, kernel=self.config.read_kernel, **shared)
-        return self.o_proj(o.flatten(2)), {"tokens_read": tokens_read} | self._kept(
-            past, shared["mask"]
-        )
+        stored = past
+        if stored_k is not cached_k:
+            new = {"keys": stored_k, "positions": position, "values": stored_u}
+            stored, _ = context.grown(new)
+        states = self._kept(stored, shared["mask"])
+        return self.o_proj(o.flatten(2)), {"tokens_read": tokens_read} | states
+
+    def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [B, T, H, ...] as later tokens see them, and as the states have them: both are x without bits."""
+        bits = self.config.bits_of("memory")
+        if bits is None:
+            return x, x
+        packed = pack(x, bits)
+        return rounded(x, packed, bits), packed
+
+    def _in_numbers(self, context: Context, keys: Tensor) -> Context:
+        """The context with the states' keys, which have the channels of these, and u as numbers."""
+        bits = self.config.bits_of("memory")
+        if bits is None or not context.states:
+            return context
+        channels = {"keys": keys.shape[-1], "values": self.value_dim}
+        numbers = {
+            name: unpack(context.states[name], size, bits, keys.dtype)
+            for name, size in channels.items()
+        }
+        return context._replace(states=context.states | numbers)
 
     def _kept(self, past: States, mask: Tensor | None) -> States:
         """The last tokens that the window of the next token sees, with padding before them; or all."""

@@ -67,7 +67,8 @@ class MemoryConfig(
         cache_bits (`int` or `dict[str, int]`, *optional*): bits of each number of keys and values in the cache, 8 or 4,
             with scales beside them; default: all bits of the model's dtype. A number is for all kinds of them that a
             model has, and a dict has those of some: `"full_attention_heads"`; `"window"`: first tokens, window and kept
-            tokens of the other heads; `"attention"`: layers of attention. Other states keep their bits.
+            tokens of the other heads; `"attention"`: layers of attention; `"memory"`: memory layers with keys
+            and values of tokens. Other states keep their bits.
     """
 
     model_type = "hf_memory"

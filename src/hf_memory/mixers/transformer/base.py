@@ -17,7 +17,7 @@ from hf_memory.mixers.attention_blocks import (
     near_blocks,
 )
 from hf_memory.mixers.base import Context, MemoryMixer
-from hf_memory.mixers.pasts import Everything, Past, Window
+from hf_memory.mixers.pasts import Everything, Past, Window, in_bits
 from hf_memory.mixers.transformer.forgetting import ForgetGates, counts, kept_heads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import RELATIONS
@@ -31,6 +31,7 @@ class TransformerMixer(MemoryMixer):
     """
 
     takes_packed = True  # whether `attend` keeps packed sequences apart
+    has_bits = True  # whether keys and values can be stored in few bits
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -69,10 +70,24 @@ class TransformerMixer(MemoryMixer):
         return Scores(self.scaling, self.config.attn_logit_softcapping, self.relation, gates)
 
     @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
+        """See `Projections.kinds_in_bits`; none with forget gates, whose sums are channels of keys."""
+        if not cls.has_bits or config.position == "forget":
+            return ()
+        return ("window" if config.layer_types[layer_idx] == "sliding_heads" else "memory",)
+
+    @classmethod
+    def stored(cls, past: Any, config, layer_idx: int) -> Any:
+        """A past in the bits that the config says."""
+        for kind in cls.kinds_in_bits(config, layer_idx):
+            return in_bits(past, config.bits_of(kind))
+        return past
+
+    @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
         heads, D = kept_heads(config)
-        return counts(config) | Everything().spec(heads, D, D)
+        return counts(config) | cls.stored(Everything(), config, layer_idx).spec(heads, D, D)
 
     @takes_cache
     def forward(
@@ -137,7 +152,8 @@ class TransformerMixer(MemoryMixer):
         """
         q, k, v = self.projected(hidden_states, context)
         tokens, tokens_read = context.places(k)
-        past = cached.read_many(k, v, tokens, context)
+        stored = self.stored(cached, self.config, self.layer_idx)
+        past = stored.read_many(k, v, tokens, context)
         return q, tokens, past._replace(states=past.states | {"tokens_read": tokens_read})
 
     def attend_near(self, q: Tensor, tokens: Tokens, near: Columns) -> Attended:

@@ -109,6 +109,7 @@ class ReformerMixer(TransformerMixer):
     """A bucket is a hash: the nearest of random directions and their negatives. https://arxiv.org/abs/2001.04451."""
 
     takes_packed = False
+    has_bits = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -161,6 +162,8 @@ class RoutingMixer(TransformerMixer):
     holds for every second key-value head and its queries; the others are attention to the last tokens, have keys of
     their own, and states that hold only the window.
     """
+
+    has_bits = False
 
     padding_last = True
     takes_packed = False

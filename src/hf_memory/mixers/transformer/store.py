@@ -48,7 +48,8 @@ class TopTokensMixer(TransformerMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
         _, heads, _, D, _ = config.attention_heads
-        return _store(config).spec(heads, D) | {"tokens_read": TOKENS_READ}
+        store = cls.stored(_store(config), config, layer_idx)
+        return store.spec(heads, D) | {"tokens_read": TOKENS_READ}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window` with the tokens of the store before it, and `tokens_read`."""
@@ -127,6 +128,8 @@ class MemorizingMixer(TopTokensMixer):
     The store has unrotated keys. The gate is a learned number for each head; at 0 the mixer is attention over a
     window, and the gate has a gradient.
     """
+
+    has_bits = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -48,12 +48,14 @@ class LocalMixer(TransformerMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
-        return pattern_of(config, layer_idx).spec(*kept_heads(config)) | counts(config)
+        window = cls.stored(pattern_of(config, layer_idx), config, layer_idx)
+        return window.spec(*kept_heads(config)) | counts(config)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `window_attention`."""
         inputs = self.projected(hidden_states, context)
         pattern = pattern_of(self.config, self.layer_idx)
+        pattern = self.stored(pattern, self.config, self.layer_idx)
         reach = None
         # reading spans costs more than it saves for a few tokens, and would break a graph
         is_long = hidden_states.shape[1] > BLOCK and not torch.compiler.is_compiling()
@@ -88,7 +90,8 @@ class InfiniteMixer(TransformerMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
-        spec = _first_and_last(config).spec(*kept_heads(config))
+        window = cls.stored(_first_and_last(config), config, layer_idx)
+        spec = window.spec(*kept_heads(config))
         channels = config.rotating_channels(layer_idx)
         return (
             spec
@@ -103,7 +106,8 @@ class InfiniteMixer(TransformerMixer):
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.places(k)
         near_q, k = self.rotate(q, k, context.positions)
-        past = _first_and_last(self.config).read_many(k, v, tokens, context)
+        window = self.stored(_first_and_last(self.config), self.config, self.layer_idx)
+        past = window.read_many(k, v, tokens, context)
         first_q = near_q  # which see the first tokens
         new = past.states | {"tokens_read": tokens_read}
         if context.positions is not None:
@@ -175,6 +179,7 @@ class SegmentMixer(TransformerMixer):
     padding_last = True
     takes_packed = False
     passes_gradients = False
+    has_bits = False
 
     @classmethod
     def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
