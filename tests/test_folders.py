@@ -12,7 +12,7 @@ import pytest
 
 from hf_memory.conversion import new_folder
 from hf_memory.files import folders
-from hf_memory.files.folders import RESULTS, folder_lock, replaced, written
+from hf_memory.files.folders import RESULTS, check_output, folder_lock, replaced, written
 
 STEPS = ("rename", "replace", "mkdir", "unlink", "rmdir")  # functions of os that change names
 
@@ -231,3 +231,24 @@ def test_one_thread_at_a_time_claims_a_path(tmp_path):
     assert refused[0].startswith(
         f"gguf must not be in use, got {tmp_path / 'x'}, to which process {os.getpid()} on "
     )
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+    output = tmp_path / "student"
+    with new_folder(output) as folder:
+        (folder / "results.json").write_text("first")
+    with pytest.raises(FileNotFoundError), new_folder(output, overwrite=True) as folder:
+        (folder / "no folder" / "results.json").write_text("second")
+    assert (output / "results.json").read_text() == "first"
+    with new_folder(output, overwrite=True) as folder:
+        (folder / "results.json").write_text("third")
+    assert (output / "results.json").read_text() == "third"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_folder_of_someone_else_is_never_replaced(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="which is not empty; --overwrite replaces it"):
+        check_output(tmp_path)
+    with pytest.raises(ValueError, match="with other files"):
+        check_output(tmp_path, overwrite=True)

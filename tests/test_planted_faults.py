@@ -24,6 +24,7 @@ import test_neural_memory
 import test_ops
 import test_own_losses
 import test_serving
+import test_texts
 import test_transformer
 from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
 from forms import FORMS
@@ -276,7 +277,7 @@ def test_text_that_is_misread_is_seen(fault, monkeypatch, tmp_path):
 
         monkeypatch.setattr(Path, "open", with_marks)
     with pytest.raises(AssertionError):
-        test_conversion.test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_text(
+        test_texts.test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_text(
             tmp_path
         )
 
