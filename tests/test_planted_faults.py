@@ -1,8 +1,8 @@
 """The contract tests see the faults that transformers' own test-suite does not: each is planted, and one must fail."""
 
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ from forms import FORMS
 from hf_memory import cache, cache_argument, save_memory
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
-from hf_memory.evaluation import language
+from hf_memory.evaluation import language, tasks
 from hf_memory.files import documents, tokenised
 from hf_memory.mixers import base
 from hf_memory.mixers.transformer import store
@@ -262,11 +262,11 @@ def test_missing_weights_that_become_random_are_seen(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("fault", ["texts beside data", "byte-order marks"])
 def test_text_that_is_misread_is_seen(fault, monkeypatch, tmp_path):
-    def data(folder):
-        return chain.from_iterable(documents.documents(x) for x in sorted(folder.glob("*.jsonl")))
-
+    files_of = documents.files_of
     if fault == "texts beside data":
-        monkeypatch.setattr(documents, "_folder", data)
+        monkeypatch.setattr(
+            documents, "files_of", lambda x: [file for file in files_of(x) if file.suffix != ".txt"]
+        )
     else:
         opened = Path.open
 
@@ -283,10 +283,16 @@ def test_text_that_is_misread_is_seen(fault, monkeypatch, tmp_path):
 
 
 def test_a_card_that_is_measured_within_a_window_is_seen(monkeypatch, tmp_path):
-    spread = language._spread
-    monkeypatch.setattr(language, "_spread", lambda tokens, length, *how: spread(tokens, 32, *how))
+    for measure in (language.agreement_by_position, language.perplexity_by_position):
+        within = partial(_within, measure)
+        monkeypatch.setattr(tasks, measure.__name__, within)
     with pytest.raises((AssertionError, KeyError)):
         test_conversion.test_what_is_written_can_be_loaded_and_read(tmp_path)
+
+
+def _within(measure, *args, length, **how):
+    """A measurement in windows of 32 tokens, whatever length is wanted."""
+    return measure(*args, length=32, **how)
 
 
 @pytest.mark.parametrize("name", ["not a number", "infinite", "too large", "integers"])
