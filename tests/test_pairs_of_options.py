@@ -4,18 +4,21 @@ A model with many options at once stands for all their pairs: where leaving out 
 has made it useless.
 """
 
+import warnings
 import zlib
 from dataclasses import fields
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, initialization
 
 from cases import SIZES
 from hf_memory import FAMILIES
 from hf_memory.mixers import windowed
+from hf_memory.modeling import delta_net, gated_linear_attention
 
 ROPE = {"rope_type": "default", "rope_theta": 10.0}
 SMALL = {
@@ -41,8 +44,14 @@ TOKENS = torch.randint(3, 24, (1, 20), generator=torch.Generator().manual_seed(0
 
 
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+DEFAULTS_OF_OTHERS = [  # sizes of attention are defaults of a memory's, so they may be given to no end
+    ({"num_attention_heads", "head_dim"}, {"linear_num_key_heads", "linear_num_value_heads"}),
+    ({"num_attention_heads", "head_dim"}, {"linear_key_head_dim", "linear_value_head_dim"}),
+    ({"use_qk_norm"}, {"memory_qk_norm"}),
+]
 BY_LAYER = [  # options that say of each layer what it has: in a model of one layer only one of them can have an effect
     {"position", "no_rope_layers", "rope_parameters"},
+    {"memory_rope", "no_rope_layers"},
     {"position", "local_rope_layers", "rope_parameters"},
     {"mlp_types", "hidden_act", *EXPERT_SIZES},
     {"max_span", "span_ramp", "span_limits"},  # limits are set for learned spans
@@ -141,18 +150,7 @@ KEPT = [
 ]
 SLOTS = changes(num_memory_slots=[3])
 TRANSFORMER = [
-    *changes(
-        position=[
-            "none",
-            "sinusoidal",
-            "learned",
-            "relative",
-            "xl",
-            "alibi",
-            "distance_aware",
-            "forget",
-        ]
-    ),
+    *changes(position=["none", "learned", "relative", "alibi", "forget"]),
     *changes({"position": "relative"}, max_relative_distance=[3]),
     *changes(depth=["universal", "reversible"]),
 ]
@@ -181,7 +179,7 @@ PATTERNS = [
     *changes({"pattern": "longformer_by_head"}, num_sink_tokens=[2]),
     *changes({"past": "infinite"}, num_sink_tokens=[2], sliding_window=[3]),
     *changes({"pattern": "fixed"}, num_summary_tokens=[1]),
-    *changes({"pattern": "bigbird"}, num_random_blocks=[2], pattern_seed=[1]),
+    *changes({"pattern": "bigbird", "pattern_size": 2}, num_random_blocks=[2], pattern_seed=[5]),
     *changes({"pattern": "blockwise"}, num_block_shifts=[3]),
     *changes({"pattern": "routing"}, num_buckets=[2]),
     *changes({"pattern": "reformer"}, num_hashes=[1]),
@@ -200,21 +198,24 @@ PATTERNS = [
         memory_top_k=[1],
     ),
 ]
-SIZES_OF_PATTERNS = {
-    "pattern_size": 4,
-    "num_summary_tokens": 2,
-    "num_random_blocks": 1,
-    "num_buckets": 4,
-    "num_hashes": 2,
-    "max_span": 6,
-    "span_ramp": 2,
-    "past_window": 4,
-    "segment_length": 4,
-    "compression_rate": 2,
-    "compressed_length": 3,
-    "memory_size": 6,
-    "memory_top_k": 2,
-    "max_relative_distance": 6,
+OWN_SIZES = {
+    "hf_memory_titans": {"memory_chunk_size": 8},
+    "hf_memory_transformer": {
+        "pattern_size": 4,
+        "num_summary_tokens": 2,
+        "num_random_blocks": 1,
+        "num_buckets": 4,
+        "num_hashes": 2,
+        "max_span": 6,
+        "span_ramp": 2,
+        "past_window": 4,
+        "segment_length": 4,
+        "compression_rate": 2,
+        "compressed_length": 3,
+        "memory_size": 6,
+        "memory_top_k": 2,
+        "max_relative_distance": 6,
+    },
 }
 OF_LAYERS = {
     "full_attention": [*BLOCK, *ATTENTION, *ROTATED],
@@ -223,7 +224,16 @@ OF_LAYERS = {
     "sliding_memory": [*OUTSIDE, *ATTENTION, *ROTATED, *WINDOW, *SLOTS],
 }
 OF_FAMILIES = {
-    ("hf_memory_transformer", "memory"): [*OUTSIDE, *ATTENTION, *ROTATED, *TRANSFORMER, *PATTERNS],
+    ("hf_memory_transformer", "memory"): [
+        *changes(
+            num_key_value_heads=[4],
+            head_dim=[6],
+            use_qk_norm=[True],
+            attn_logit_softcapping=[0.5],
+        ),
+        *changes(position=["none", "relative", "forget"], depth=["universal", "reversible"]),
+        *PATTERNS,
+    ],
     ("hf_memory_transformer", "sliding_heads"): [*OF_LAYERS["sliding_heads"], *TRANSFORMER],
     ("hf_memory_deltaformer", "memory"): [
         *OUTSIDE,
@@ -264,6 +274,62 @@ OF_FAMILIES["hf_memory_rwkv7", "memory"] = [
     *changes(decay_low_rank_dim=[3], a_low_rank_dim=[3], gate_low_rank_dim=[3]),
     *changes(allow_negative_eigenvalues=[True]),
 ]
+HEADS_OF_ATTENTION = [
+    *changes(num_attention_heads=[2], num_key_value_heads=[1], use_qk_norm=[True], head_dim=[6])
+]
+MEMORY_HEADS = [
+    *BIASES,
+    *changes(linear_num_key_heads=[2], linear_num_value_heads=[8], memory_qk_norm=[True]),
+    *changes(linear_key_head_dim=[6], linear_value_head_dim=[10], linear_conv_kernel_dim=[0, 3]),
+    *changes(memory_rope=[True], output_norm_eps=[0.3], output_gate=["none", "silu", "sigmoid"]),
+    *changes(output_gate_low_rank_dim=[3], output_gate_bias=[True]),
+]
+OF_FAMILIES["hf_memory_deltanet", "memory"] = [
+    *OUTSIDE,
+    *HEADS_OF_ATTENTION,
+    *MEMORY_HEADS,
+    *changes(gate=[gate for gate in delta_net.MIXERS if gate != "none"], levels=["log"]),
+    *changes(allow_negative_eigenvalues=[True], num_householder=[2]),
+]
+DECAY = changes(levels=["log"], gate_low_rank_dim=[3], gate_logit_normalizer=[4])
+OWN_HEADS = ("mamba", "mamba2", "mamba3")  # gates whose heads do not depend on those of attention
+GATES = [gate for gate in gated_linear_attention.MIXERS if gate not in ("vector", *OWN_HEADS)]
+OF_FAMILIES["hf_memory_gated", "memory"] = [
+    *OUTSIDE,
+    *HEADS_OF_ATTENTION,
+    *MEMORY_HEADS,
+    *changes(gate=GATES),
+    *DECAY,
+]
+DEEP = [
+    *changes(memory_depth=[1, 3], memory_expansion=[3], memory_activation=["gelu"]),
+    *changes(memory_residual=[False, True], memory_chunk_size=[5], memory_unit_values=[True]),
+    *changes(memory_window=[2], memory_max_lr=[0.5], memory_max_grad_norm=[0.01]),
+    *changes(memory_gate=["add", "multiply"], segment_length=[6], num_persistent_tokens=[0, 2]),
+]
+RULES = ["ttt_mlp", "moneta", "atlas"]  # one of each mixer
+BESIDE_ATTENTION = [
+    *HEADS_OF_ATTENTION,
+    *changes(attention_bias=[True], attn_logit_softcapping=[0.5], query_pre_attn_scalar=[3]),
+    *changes(sliding_window=[3], memory_rope=[True], linear_num_key_heads=[2]),
+    *changes(memory_depth=[1], memory_expansion=[3], memory_chunk_size=[5], output_gate=["none"]),
+    *changes(memory_gate=["add", "multiply"], segment_length=[6], num_persistent_tokens=[0, 2]),
+]
+FORMS = [  # further forms of memories, which have other options: family, options, changes
+    *(("hf_memory_gated", {"gate": x}, [*OUTSIDE, *MEMORY_HEADS, *DECAY]) for x in OWN_HEADS),
+    (
+        "hf_memory_titans",
+        {"variant": "lmm"},
+        [*DEEP, *changes(memory_rule=RULES, output_gate=["none"], memory_qk_norm=[True])],
+    ),
+    ("hf_memory_titans", {"variant": "mag"}, [*BESIDE_ATTENTION, *changes(memory_rule=["lact"])]),
+    ("hf_memory_titans", {"variant": "mal"}, BESIDE_ATTENTION),
+    (
+        "hf_memory_titans",
+        {"variant": "mac", "segment_length": 4},
+        [x for x in BESIDE_ATTENTION if "sliding_window" not in x.values],
+    ),
+]
 FAMILY = {family.config.model_type: family for family in FAMILIES}
 
 
@@ -278,40 +344,61 @@ def merged(*parts: dict) -> dict | None:
 
 
 def is_by_layer(a: Change, b: Change) -> bool:
-    return any({*a.values} & names and {*b.values} & names for names in BY_LAYER)
+    of_a = {*a.needs, *a.values}
+    of_b = {*b.needs, *b.values}
+    return any(of_a & names and of_b & names for names in BY_LAYER)
+
+
+def is_default_of_other(a: Change, b: Change) -> bool:
+    """Whether one of two options may be given to no end, since the other one is given that it is the default of."""
+    return any(
+        {*x.needs, *x.values} & of_attention and {*y.needs, *y.values} & of_memory
+        for of_attention, of_memory in DEFAULTS_OF_OTHERS
+        for x, y in ((a, b), (b, a))
+    )
 
 
 class Layer:
     """Models of one layer of a kind in a family, by their options."""
 
-    def __init__(self, family: str, kind: str):
+    def __init__(self, family: str, **options):
         self.family = FAMILY[family]
-        self.own = SIZES_OF_PATTERNS if family == "hf_memory_transformer" else {}
-        self.base = {**SMALL, **self.own, "layer_types": [kind]}
+        self.base = {**SMALL, **OWN_SIZES.get(family, {}), **options}
+        self.configs: dict = {}
         self.found: dict = {}
 
     def config(self, options: dict):
-        """A config, or None if it refuses the options."""
+        """A config, or None if it refuses the options or warns that one has no effect."""
+        key = key_of(options)
+        if key not in self.configs:
+            self.configs[key] = self._config(options)
+        return self.configs[key]
+
+    def _config(self, options: dict):
         try:
-            return self.family.config(**self.base | options)
-        except ValueError:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*has no effect")
+                return self.family.config(**self.base | options)
+        except (ValueError, UserWarning):
             return None
+
+    def takes(self, chosen: list[Change]) -> bool:
+        """Whether changes go together."""
+        options = options_of(chosen)
+        return options is not None and self.config(options) is not None
 
     @torch.no_grad()
     def results(self, options: dict) -> tuple:
         """Logits and states, with weights that depend on their names alone."""
-        key = repr(sorted(options.items(), key=str))
+        key = key_of(options)
         if key not in self.found:
             config = self.config(options)
-            model = self.family.causal_lm(config).double().eval()
+            with initialization.no_init_weights():
+                model = self.family.causal_lm(config).double().eval()
+            model.tie_weights()
             for name, x in [*model.named_parameters(), *model.named_buffers()]:
                 if "rotary" not in name:
-                    x.copy_(
-                        torch.randn(
-                            x.shape,
-                            generator=torch.Generator().manual_seed(zlib.crc32(name.encode())),
-                        )
-                    )
+                    x.copy_(weights_of(name, x.shape))
             cache = DynamicCache(config=config)
             logits = model(TOKENS, past_key_values=cache).logits
             layer = cache.layers[0]
@@ -327,8 +414,11 @@ class Layer:
     def has_effect(self, options: dict, change: Change) -> bool:
         """Whether the options give other results than without a change."""
         without = {name: value for name, value in options.items() if name not in change.values}
-        if self.config(without) is None:
+        default = self.config(without)
+        if default is None:
             return True  # the others need it
+        if all(getattr(default, name) == value for name, value in change.values.items()):
+            return True  # another one has changed the default to this value
         (one, states), (other, others) = self.results(options), self.results(without)
         if not torch.allclose(one, other, rtol=1e-9, atol=1e-9) or states.keys() != others.keys():
             return True
@@ -338,52 +428,74 @@ class Layer:
         )
 
 
-def sets_of(layer: Layer, all_changes: list[Change]):
-    """Sets of changes that a config takes together, until each pair that it takes is in one of them; and those that
-    are in no earlier set with another one of this set."""
-    options = {
-        (a.name, b.name): merged(a.needs, b.needs, a.values, b.values)
-        for a in all_changes
-        for b in all_changes
-    }
-    pairs = [
-        (a, b)
-        for i, a in enumerate(all_changes)
-        for b in all_changes[:i]
-        if not {*a.values} & {*b.needs, *b.values}
+def key_of(options: dict) -> str:
+    return repr(sorted(options.items(), key=str))
+
+
+@cache
+def weights_of(name: str, shape: torch.Size) -> torch.Tensor:
+    """Random numbers that depend on a name alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
+def may_be_together(a: Change, b: Change) -> bool:
+    """Whether two changes are of different options, and none is what the other one needs."""
+    return (
+        not {*a.values} & {*b.needs, *b.values}
         and not {*b.values} & {*a.needs}
         and not is_by_layer(a, b)
-        if (both := options[a.name, b.name]) is not None and layer.config(both) is not None
-    ]
-    left = {(a.name, b.name) for a, b in pairs}
-    taken = left | {(b, a) for a, b in left}
-    for a, b in pairs:
-        if (a.name, b.name) not in left:
-            continue
-        chosen = [a, b]
-        for c in all_changes:
-            if all((c.name, x.name) in taken for x in chosen):
-                together = merged(
-                    *(x.needs for x in chosen), c.needs, *(x.values for x in chosen), c.values
-                )
-                if together is not None and layer.config(together) is not None:
+        and not is_default_of_other(a, b)
+    )
+
+
+def options_of(chosen: list[Change]) -> dict | None:
+    """Options with all of these changes; None if two of them need different values of one."""
+    return merged(*(x.needs for x in chosen), *(x.values for x in chosen))
+
+
+def sets_of(layer: Layer, all_changes: list[Change]):
+    """Options with as many changes as a config takes together, until each pair that it takes is among them; and those
+    of these changes that are in no earlier options with another one of them."""
+    together = {
+        frozenset((a.name, b.name))
+        for i, a in enumerate(all_changes)
+        for b in all_changes[:i]
+        if may_be_together(a, b)
+    }
+    left = set(together)
+    for i, a in enumerate(all_changes):
+        for b in all_changes[:i]:
+            if frozenset((a.name, b.name)) not in left:
+                continue
+            left.discard(frozenset((a.name, b.name)))
+            chosen = [a, b]
+            if not layer.takes(chosen):
+                continue
+            new = {a.name, b.name}
+            for c in all_changes:
+                pairs = {frozenset((c.name, x.name)) for x in chosen}
+                adds_pairs = pairs <= together and pairs & left
+                if adds_pairs and layer.takes([*chosen, c]):
+                    new.update(*pairs & left)
+                    left -= pairs
                     chosen.append(c)
-        names = {x.name for x in chosen}
-        new = {pair for pair in left if names.issuperset(pair)}
-        left -= new
-        yield chosen, [x for x in chosen if x.name in {name for pair in new for name in pair}]
+            yield chosen, [x for x in chosen if x.name in new]
 
 
-LAYERS = [*(("hf_memory_deltanet", kind) for kind in OF_LAYERS)]
-LAYERS += [pair for pair in OF_FAMILIES if pair[0] != "hf_memory_transformer"]
+LAYERS = [
+    *(("hf_memory_deltanet", {"layer_types": [kind]}, table) for kind, table in OF_LAYERS.items()),
+    *((name, {"layer_types": [kind]}, table) for (name, kind), table in OF_FAMILIES.items()),
+    *FORMS,
+]
+NAMES_OF_LAYERS = ["-".join([family, *map(str, options.values())]) for family, options, _ in LAYERS]
 
 
-@pytest.mark.parametrize(("family", "kind"), LAYERS)
-def test_each_of_two_options_has_an_effect_or_both_are_refused(family, kind):
-    layer = Layer(family, kind)
+@pytest.mark.parametrize(("family", "options", "all_changes"), LAYERS, ids=NAMES_OF_LAYERS)
+def test_each_of_two_options_has_an_effect_or_both_are_refused(family, options, all_changes):
+    layer = Layer(family, **options)
     ignored = []
-    for chosen, new in sets_of(layer, OF_FAMILIES.get((family, kind)) or OF_LAYERS[kind]):
-        options = merged(*(x.needs for x in chosen), *(x.values for x in chosen))
+    for chosen, new in sets_of(layer, all_changes):
+        options = options_of(chosen)
         useless = [x.name for x in new if not layer.has_effect(options, x)]
         if useless:
             ignored.append((useless, [x.name for x in chosen]))
@@ -407,7 +519,7 @@ def test_what_no_layer_would_use_is_refused_by_name(family, options):
 
 def test_every_option_is_changed_or_has_a_reason():
     """Of those that all families share, and of the Memory Transformer and DeltaFormer."""
-    changed = {name for x in chain(*OF_LAYERS.values(), *OF_FAMILIES.values()) for name in x.values}
+    changed = {name for x in chain(*(table for *_, table in LAYERS)) for name in x.values}
     known = changed | {name for names in NOT_TESTED for name in names.split(", ")}
     others = {field.name for field in fields(PreTrainedConfig)}
     for family in ("hf_memory_transformer", "hf_memory_deltaformer"):
@@ -420,7 +532,7 @@ def test_an_ignored_option_is_seen(monkeypatch):
     monkeypatch.setattr(
         windowed.WindowedMixer, "forward", _without_sinks(windowed.WindowedMixer.forward)
     )
-    layer = Layer("hf_memory_deltanet", "sliding_heads")
+    layer = Layer("hf_memory_deltanet", layer_types=["sliding_heads"])
     assert not layer.has_effect(
         {"attention_sinks": True, "use_qk_norm": True}, Change({"attention_sinks": True})
     )

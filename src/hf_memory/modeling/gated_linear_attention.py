@@ -12,7 +12,7 @@ from hf_memory.mixers.variants.mamba3 import Mamba3Mixer
 from hf_memory.mixers.variants.ridge_regression import KalmanMixer, MesaMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_gate
+from hf_memory.modeling.checks import check, check_gate, check_values
 from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
 
 MIXERS = {
@@ -26,6 +26,23 @@ MIXERS = {
 GATES = tuple(
     gate for gate in MIXERS if gate != "mamba"
 )  # whose mixers have the projections of a Transformer
+OUTPUT_GATE = {  # options of the output gate, with what they must be where a gate has another one
+    "output_gate": "silu",
+    "output_gate_low_rank_dim": None,
+    "output_gate_bias": False,
+    "output_norm_eps": None,
+}
+TEMPERATURE = {"gate_logit_normalizer": 16}
+DECAY = {"gate_low_rank_dim": 16, **TEMPERATURE}
+UNUSED = {  # options that a gate does not use, and their defaults
+    "retention": DECAY,
+    "scalar": {"gate_low_rank_dim": 16},
+    "mamba": {**TEMPERATURE, **OUTPUT_GATE},
+    "mamba2": {**DECAY, **OUTPUT_GATE},
+    "mamba3": {**DECAY, **OUTPUT_GATE},
+    "mesa": DECAY,
+    "kalman": DECAY,
+}
 
 
 @strict
@@ -48,9 +65,10 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
             `"mesa"` (MesaNet) and `"kalman"` (Gated KalmaNet): one decay for each head and token, and the memory is
             read as the linear map that fits all pairs of keys and values best, with unit keys and convolutions over 4
             tokens.
-        gate_low_rank_dim (`int`, *optional*): rank of the projection to a vector gate (default: 16) or to the step
-            sizes of Mamba (default: a sixteenth of `hidden_size`).
-        gate_logit_normalizer (`int`, defaults to 16): temperature of the sigmoid gates; larger: slower decay.
+        gate_low_rank_dim (`int`, *optional*): rank of the projection to the gate `"vector"` (default: 16) or to the
+            step sizes of `"mamba"` (default: a sixteenth of `hidden_size`).
+        gate_logit_normalizer (`int`, defaults to 16): temperature of the gates `"scalar"` and `"vector"`; larger:
+            slower decay.
     """
 
     model_type = "hf_memory_gated"
@@ -96,9 +114,12 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
         )
 
     def validate_architecture(self):
-        """Check the gate, too."""
+        """Check the gate, and refuse what it would ignore, too."""
         check_gate(self.gate, tuple(MIXERS))
         super().validate_architecture()
+        check_values(
+            self, f"with gate={self.gate!r}, which does not use it", **UNUSED.get(self.gate, {})
+        )
         heads = self.memory_heads[:3]
         only = "1, as linear_num_value_heads, with gate='mamba'"
         check(self.gate != "mamba" or heads == (1, 1, 1), "linear_num_key_heads", only, heads)

@@ -1,9 +1,12 @@
 """Config fields of families whose memory may have other heads than attention. Names are as in transformers."""
 
+import warnings
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_memory.modeling.checks import check, check_word
+from hf_memory.mixers.base import MemoryMixer
+from hf_memory.modeling.checks import check, check_values, check_word
 from hf_memory.modeling.configuration import MemoryConfig, of_mixers
 
 
@@ -57,6 +60,18 @@ class MemoryHeadsConfig(MemoryConfig):
     output_norm_eps: float | None = None
     memory_qk_norm: bool | None = None
 
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        has_own_heads = self.mixers["memory"].heads is MemoryMixer.heads
+        has_attention = {*self.layer_types} != {"memory"} or not has_own_heads
+        heads = self.num_key_value_heads
+        if self.linear_num_key_heads and heads != self.num_attention_heads and not has_attention:
+            warnings.warn(
+                f"num_key_value_heads={heads} has no effect in a model without attention, whose memory has "
+                f"linear_num_key_heads={self.linear_num_key_heads}",
+                stacklevel=4,
+            )
+
     @property
     def has_memory_qk_norm(self) -> bool:
         """Whether queries and keys of memory layers have a norm."""
@@ -88,6 +103,9 @@ class MemoryHeadsConfig(MemoryConfig):
             f"a multiple or a divisor of the {heads} query heads",
             values,
         )
+        if self.output_gate == "none":
+            here = "with output_gate='none'"
+            check_values(self, here, output_gate_low_rank_dim=None, output_gate_bias=False)
         is_rotated = f"head_dim={self.head_dim} when memory_rope rotates it"
         check(
             not self.memory_rope or key_dim == self.head_dim,

@@ -12,7 +12,7 @@ from hf_memory.mixers.variants.atlas import AtlasMixer
 from hf_memory.mixers.variants.large_chunk import LargeChunkMixer
 from hf_memory.mixers.variants.miras import MirasMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_word
+from hf_memory.modeling.checks import check, check_values, check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 from hf_memory.ops.neural_memory import Learning
 
@@ -204,6 +204,28 @@ class TitansConfig(MemoryHeadsConfig):
             f"0 unless memory_rule is in {clip}",
             limit,
         )
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Refuse what the rule or the variant would ignore, unless it is the default."""
+        defaults = {"memory_residual": False, **self.rule.defaults}
+        if self.memory_rule == "atlas":
+            check_values(self, "with memory_rule='atlas'", memory_residual=False)
+        else:
+            check_values(self, "unless memory_rule is 'atlas'", memory_window=8)
+        if self.variant != "mac":
+            check_values(self, "unless variant is 'mac'", segment_length=128)
+        if self.variant != "mag":
+            gate = defaults["memory_gate"]
+            check_values(self, "unless variant is 'mag'", memory_gate=gate)
+        if self.memory_rule == "lact":
+            names = ("memory_depth", "memory_activation", "memory_residual")
+            own = {name: defaults[name] for name in names}
+            check_values(self, "with memory_rule='lact', whose memory is of one kind", **own)
+        elif self.memory_depth == 1:
+            names = ("memory_expansion", "memory_activation")
+            own = {name: defaults[name] for name in names}
+            check_values(self, "with memory_depth=1, which has no inner width", **own)
 
 
 class TitansModel(base.MemoryModel):

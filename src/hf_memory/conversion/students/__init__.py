@@ -162,6 +162,9 @@ def student_config(
         presets["num_sink_tokens"] = 0
     if options.get("gate") in ("mamba2", "mamba3"):
         presets["linear_num_value_heads"] = shared["num_key_value_heads"]
+        presets.pop("output_gate", None)  # they have one of their own
+    if options.get("variant", "mag") != "mag":
+        presets.pop("memory_gate", None)
     _check_options(family, shared, options)
     config = family.config(**{**shared, **presets, **options})
     sliding = [i for i in kept if kinds[i] == "sliding_attention"]
