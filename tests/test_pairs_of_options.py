@@ -61,6 +61,7 @@ NOT_TESTED = {  # of the options that all families share, and of the Memory Tran
     "initializer_range, attention_dropout, sparse_memory_gradients": "training",
     "span_loss_weight, ponder_loss_weight": "losses",
     "use_cache, mixer_backend": "speed",
+    "cache_bits": "how exactly states are stored: test_cache_bits.py",
     "pad_token_id, bos_token_id, eos_token_id": "names of tokens",
     "adaptive_computation, halting_epsilon": "models that run a layer more than once: test_depth.py",
 }
