@@ -353,6 +353,21 @@ def test_states_are_what_the_mixers_declare(case):
             assert {name: x.dtype for name, x in layer.states.items()} == dtypes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.long], ids=str)
+def test_a_state_that_a_mixer_does_not_declare_is_refused(dtype, monkeypatch):
+    model = make_model(CASE["deltanet"])
+    mixer = type(model.model.layers[0].mixer)
+    usual = mixer.mix
+
+    def mix(self, hidden_states, context):
+        output, states = usual(self, hidden_states, context)
+        return output, states | {"extra": torch.zeros(len(output), dtype=dtype)}
+
+    monkeypatch.setattr(mixer, "mix", mix)
+    with pytest.raises(ValueError, match=r"declared by state_spec \(.*memory.*\), got extra"):
+        model(random_tokens(1, 3))
+
+
 @every_case
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16, None], ids=str)
 def test_states_have_the_dtypes_that_are_declared_whatever_computes_them(case, autocast):

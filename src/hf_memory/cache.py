@@ -346,10 +346,11 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             return
         self.make_writable()
         length = self.get_seq_length() + tokens_to_remove
-        while self.recorded[-1].length < -tokens_to_remove:
-            tokens_to_remove += self.recorded.pop().length
+        to_undo = -tokens_to_remove
+        while self.recorded[-1].length < to_undo:  # this stretch is undone as a whole
+            to_undo -= self.recorded.pop().length
         last = self.recorded[-1]
-        staying = last.length + tokens_to_remove
+        staying = last.length - to_undo
         inputs = last.inputs
         last.inputs = []
         for part in inputs:
@@ -442,13 +443,20 @@ def as_declared(states: States, before: States, spec: Spec, dtype: torch.dtype) 
     """States in the dtypes that `spec` declares for a model of a dtype, which differ from those that autocast computes.
 
     A model in float64 has float64 where float32 is declared. States that are among those `before` have them already.
+
+    Raises:
+        ValueError: if a state is not declared.
     """
-    kept = {}
+    cast = {}
     for name, x in states.items():
-        if x is not before.get(name) and x.is_floating_point():
-            x = x.to(torch.promote_types(spec[name].dtype or dtype, dtype))
-        kept[name] = x
-    return kept
+        if x is not before.get(name):
+            if name not in spec:
+                declared = ", ".join(spec) or "none"
+                raise ValueError(f"states must be declared by state_spec ({declared}), got {name}")
+            if x.is_floating_point():
+                x = x.to(torch.promote_types(spec[name].dtype or dtype, dtype))
+        cast[name] = x
+    return cast
 
 
 def flat(parts: dict[str, Any]) -> dict[str, Any]:
