@@ -15,7 +15,7 @@ That received attention tells which tokens will be needed is the observation of 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,14 @@ class Entries(NamedTuple):
     def select(self, order: Tensor) -> "Entries":
         """The entries at places [B, H, n]."""
         return Entries(*(rows_at(x, order) for x in self))
+
+
+class Written(NamedTuple):
+    """Entries in which one token of each row has been written."""
+
+    seen: Entries  # what the token may see, itself included
+    hidden: Tensor | None  # [B, H, n] bool, which of these are no tokens; None: none
+    ends: Tensor | None  # [B or 1, 1, 1] bool, whose blocks end with the token; None: no block does
 
 
 class KVEviction(NamedTuple):
@@ -114,42 +122,51 @@ class KVEviction(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context
     ) -> tuple[Sequence[Tensor], States]:
         """The same for one token of each row, which follows others; the states are changed in place."""
-        hidden: Tensor | None
         held = Entries(*(context.states[name] for name in Entries._fields))
-        n = self.stay
-        c = self.block
-        position: Any = context.uniform_length
-        seen = held
-        like = k
-        k, v = self._stored(k, v)
-        if position is None:
-            position = context.states["tokens_read"][:, None]
-            place = position % c
-            at = (n + place)[:, None]
-            new = (k.transpose(1, 2), v.transpose(1, 2), (position + 1)[:, None])
-            for x, y in zip(held, new):
-                _write(x, at, y)
-            begins = (place == 0)[..., None]
-            ends = (place == c - 1)[..., None]
-            held.received.copy_(torch.where(begins, DECAY * held.received, held.received))
-            hidden = held.number == 0
-            may_end = is_tracing(ends) or ends.device.type != "cpu" or bool(ends.any())
+        stored = self._stored(k, v)
+        if context.uniform_length is None:
+            written = self._write_padded(held, *stored, context.states["tokens_read"])
         else:
-            place = position % c
-            held.keys[:, :, n + place] = k[:, 0]
-            held.values[:, :, n + place] = v[:, 0]
-            held.number[:, :, n + place] = position + 1
-            if place == 0:
-                held.received.mul_(DECAY)
-            seen = held.of(slice(n + place + 1))
-            hidden = None if position - place >= n else seen.number == 0
-            may_end = place == c - 1
-            ends = torch.ones(1, 1, 1, dtype=torch.bool, device=q.device) if may_end else None
-        attended, weights = self._attended(q, self._numbers(seen, like), hidden, scores)
-        seen.received.add_(weights)
-        if may_end:
-            self._end_blocks(held, ends)
+            written = self._write_uniform(held, *stored, context.uniform_length)
+        attended, weights = self._attended(
+            q, self._numbers(written.seen, k), written.hidden, scores
+        )
+        written.seen.received.add_(weights)
+        if written.ends is not None:
+            self._end_blocks(held, written.ends)
         return attended, {}
+
+    def _write_uniform(self, held: Entries, k: Tensor, v: Tensor, position: int) -> "Written":
+        """Write keys and values [B, 1, H, D] of tokens at the same position of each row."""
+        place = position % self.block
+        at = self.stay + place
+        held.keys[:, :, at] = k[:, 0]
+        held.values[:, :, at] = v[:, 0]
+        held.number[:, :, at] = position + 1
+        if place == 0:
+            held.received.mul_(DECAY)
+        seen = held.of(slice(at + 1))
+        # When a block begins after `stay` tokens or more, none of the entries that stay is empty.
+        read_before_block = position - place
+        hidden = None if read_before_block >= self.stay else seen.number == 0
+        ends = None
+        if place == self.block - 1:
+            ends = torch.ones(1, 1, 1, dtype=torch.bool, device=k.device)
+        return Written(seen, hidden, ends)
+
+    def _write_padded(self, held: Entries, k: Tensor, v: Tensor, tokens_read: Tensor) -> "Written":
+        """The same for rows that may have read different numbers of tokens [B] before."""
+        position = tokens_read[:, None]
+        place = position % self.block
+        at = (self.stay + place)[:, None]
+        new = (k.transpose(1, 2), v.transpose(1, 2), (position + 1)[:, None])
+        for x, y in zip(held, new):
+            _write(x, at, y)
+        begins = (place == 0)[..., None]
+        held.received.copy_(torch.where(begins, DECAY * held.received, held.received))
+        ends = (place == self.block - 1)[..., None]
+        may_end = is_tracing(ends) or ends.device.type != "cpu" or bool(ends.any())
+        return Written(held, held.number == 0, ends if may_end else None)
 
     def _end_blocks(self, held: Entries, ends: Tensor) -> None:
         """Keep, in place, the best entries of rows whose blocks end, [B or 1, 1, 1] bool."""
@@ -184,6 +201,13 @@ class KVEviction(NamedTuple):
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
         """Read tokens block by block; the first block begins with those of its tokens that were read before."""
+        # For blocks of c = 4, after 6 tokens, 3 new ones are read as two blocks whose first one has begun:
+        #   offset 2             tokens of the first block that were read before
+        #   place  0 1 2 3 4 5 6 7   in these blocks
+        #   number 5 6 7 8 9 0 0 0   of the token in the text, from 1; 0: none
+        #   back  -2-1 0 1 2 2 2 2   place among the new tokens, negative for those before
+        #   token  0 1 4 5 6 6 6 6   place among the c entries of the begun block and then the new tokens
+        #   last           4 5 6 7   places of the block that goes on, which is the next call's begun block
         T = q.shape[1]
         c = self.block
         before, after = context.counts(q)
