@@ -250,27 +250,30 @@ class Ring(NamedTuple):
             The tokens with those of the ring in front, [B, size + T, ...] in the order of their positions. And the
             states after the tokens; none for packed sequences.
         """
-        (x, *_), states = new.values(), context.states
-        seen = {name: F.pad(x, (0, 0) * (x.ndim - 2) + (self.size, 0)) for name, x in new.items()}
+        states = context.states
+        if context.cu_seqlens is not None or not states:
+            seen = [F.pad(x, (0, 0) * (x.ndim - 2) + (self.size, 0)) for x in new.values()]
         if context.cu_seqlens is not None:
-            return list(seen.values()), {}
-        before, after = context.counts(x)
+            return seen, {}
+        like = next(iter(new.values()))
+        before, after = context.counts(like)
         if states:
-            order = self._places(before + torch.arange(-self.size, 0, device=x.device)).clamp(min=0)
-            seen = {
-                name: torch.cat([take(states[name], order).to(x.dtype), x], 1)
-                for name, x in new.items()
-            }
-        place = torch.arange(self.first + self.size, device=x.device)
-        back = torch.where(place < self.first, after - 1 - place, (after - 1 - place) % self.size)
-        token = after - 1 - back  # the one that each place has then
+            # Tokens before the first one have a negative position; any entry does, since attention hides them.
+            position = before + torch.arange(-self.size, 0, device=like.device)
+            order = self._places(position).clamp(min=0)
+            seen = [
+                torch.cat([take(states[name], order).to(x.dtype), x], 1) for name, x in new.items()
+            ]
+        # After the tokens each place has the last token that belongs there, so many tokens before the newest one. It
+        # is a new one, or what the state has already; a place that no token has reached stays empty.
+        place = torch.arange(self.first + self.size, device=like.device)
+        newest = after - 1
+        back = torch.where(place < self.first, newest - place, (newest - place) % self.size)
+        token = newest - back
         is_new = (token >= before) & (place < after)
-        return list(seen.values()), {
-            name: torch.where(
-                expand_dims_like(is_new, x),
-                take(x, (token - before).clamp(0, x.shape[1] - 1)),
-                states.get(name, 0),
-            )
+        among_new = (token - before).clamp(0, like.shape[1] - 1)
+        return seen, {
+            name: torch.where(expand_dims_like(is_new, x), take(x, among_new), states.get(name, 0))
             for name, x in new.items()
         }
 

@@ -346,7 +346,7 @@ class WindowedMixer(MemoryMixer):
         if self.kv_eviction is not None:
             return self._attend_kept(self._kept_tokens.read_many, rows, context, heads)
         virtual = self._virtual(heads, len(k))
-        always = virtual and virtual[1:3]
+        always = None if virtual is None else (virtual.keys, virtual.values)
         if self.sinks is not None:
             values, _ = self.sinks()
             always = torch.zeros_like(values), values
@@ -371,10 +371,10 @@ class WindowedMixer(MemoryMixer):
         window = self.window
         seen = window.read_one(k, v, context, None if window.lead else self._always(heads))
         scores = self.scores
-        if self.far is None and (self.sinks is None or (window.lead and scores.is_plain)):
-            if self.sinks is not None:
-                seen = self._with_sink_scores(seen)
+        if self.far is None and self.sinks is None:
             return scores.attend(seen.blocks(rotated)), {}
+        if self.far is None and window.lead and scores.is_plain:
+            return scores.attend(self._with_sink_scores(seen).blocks(rotated)), {}
         if self.sinks is not None:
             seen = seen.without(window.lead)
         attended = self._with_sinks(scores.attend_with_mass(seen.blocks(rotated)))
@@ -425,7 +425,8 @@ class WindowedMixer(MemoryMixer):
     ) -> tuple[Tensor, States]:
         _, q, k, v = rows
         virtual = self._virtual(heads, len(k))
-        past = self.full.read_many(k, v, tokens, context, virtual and virtual[1:3])
+        always = None if virtual is None else (virtual.keys, virtual.values)
+        past = self.full.read_many(k, v, tokens, context, always)
         first = past.first if virtual is None else virtual
         W = self.config.full_attention_window
         o = full_attention(
