@@ -150,6 +150,15 @@ def test_a_conversation_goes_through_the_chat_template():
     ]
 
 
+@pytest.mark.parametrize("count", [1, 3, 10, 33])
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_an_interval_of_shares_ends_where_shares_do(value, count):
+    low, high = Share([value] * count).interval()
+    assert low == 0 or value
+    assert low >= 0
+    assert high <= 1
+
+
 def test_shares_have_wilsons_interval():
     low, high = Share([1.0] * 20).interval()
     assert (low, high) == pytest.approx((20 / (20 + 1.96**2), 1.0))

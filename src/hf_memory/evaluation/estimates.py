@@ -82,7 +82,9 @@ class Share(Estimate):
         spread = WIDTH * math.sqrt(p * (1 - p) / N + WIDTH**2 / (4 * N**2))
         middle = p + WIDTH**2 / (2 * N)
         scale = 1 + WIDTH**2 / N
-        return (middle - spread) / scale, (middle + spread) / scale
+        high = min(1.0, (middle + spread) / scale)
+        low = p**2 / (scale * high)  # the other root, exactly zero where p is
+        return low, high
 
 
 def described(figure: Any) -> dict[str, Any]:
