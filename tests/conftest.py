@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_memory_cli
 from cases import WORDS, word_tokenizer
 from hf_memory.cli.terminal import console
+from hf_memory.conversion import report
 
 torch.set_num_threads(1)
 
@@ -86,6 +87,13 @@ def run(monkeypatch, capsys, wide_console, tmp_path_factory):
         return exit_.value.code or 0, *capsys.readouterr()
 
     return type_command
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Cards without pictures, which take a third of the time of a small conversion."""
+    for name in ("plot_conversion", "plot_heads", "plot_scores", "plot_task"):
+        monkeypatch.setattr(report, name, lambda path, *others: None)
 
 
 @pytest.fixture(scope="module")

@@ -102,6 +102,7 @@ def test_a_goal_decides_what_is_kept(run, teacher, text, tmp_path):
         assert code == 2
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_student_is_saved_before_it_is_measured_and_measuring_goes_on(
     run, teacher, text, tmp_path, monkeypatch
 ):
@@ -156,6 +157,7 @@ def test_an_output_is_claimed_before_any_work(run, teacher, text, tmp_path, monk
     assert code == 2
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text, tmp_path):
     student = tmp_path / "student"
     window = ["-o", "sliding_window=32"]
@@ -181,6 +183,7 @@ def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text
     )
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):
     student = tmp_path / "student"
     code, *_ = run(
@@ -241,6 +244,7 @@ def teacher_without_weights(teacher, tmp_path_factory):
 HEADS = "--distillation", "steps=2,length=64", "-o", "sliding_window=16", "--keep", "heads:1/2"
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_dry_run_chooses_heads_as_the_run_does(run, teacher, text, tmp_path):
     output = tmp_path / "student"
     command = "convert", teacher, "--text", text, "--output", output, *HEADS
@@ -276,6 +280,7 @@ def test_a_goal_without_weights_is_refused(run, teacher_without_weights, text, t
     assert code == 2
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tmp_path):
     file, first, second = (tmp_path / name for name in ("my.yaml", "first", "second"))
     flags = {"to": "gated", "keep": [1], "transfer": [SHORT], "cross-entropy": 0.5}
@@ -439,6 +444,7 @@ def test_values_are_read_as_what_they_look_like():
     }
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
     student = tmp_path / "student"
     command = ["convert", teacher, "--text", text, "--output", student, *FAST]

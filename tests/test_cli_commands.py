@@ -15,6 +15,7 @@ from hf_memory.progress import Progress
 from hf_memory_cli import COMMANDS
 from teachers import FAST
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 SHORT = "steps=1,batch_size=1,length=16"
 SETTINGS = {
     "convert": {"cross-entropy": 0.5, "temperature": 2.0, "measure-tokens": 2048},

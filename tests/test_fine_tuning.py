@@ -32,6 +32,8 @@ from hf_memory.conversion.teachers import loading as of_few_bits
 from teachers import FAST, SCHEDULE, convert, make_teacher, same
 from teachers import text as tokens
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 NONE = SCHEDULE._replace(steps=0)
 FEW = SCHEDULE._replace(steps=3)
 

@@ -21,6 +21,7 @@ from hf_memory.conversion import (
 from hf_memory.evaluation import tasks
 from hf_memory.files.text import hold_out
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 NONE = Schedule(0, 1e-3)
 SHORT = Schedule(2, 1e-3, batch_size=1, length=64)
 GOAL = Recipe(goal=9.0, options={"sliding_window": 16}, transfer=NONE, distillation=SHORT)

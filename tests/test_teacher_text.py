@@ -9,6 +9,8 @@ from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.progress import Progress
 from teachers import FAST, make_teacher, make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 TEMPLATE = """{% for m in messages %}{{ 'w4' if m.role == 'user' else 'w5' }} {{ m.content }} w2 {% endfor %}
 {%- if add_generation_prompt %}w5 {% endif %}"""
 
