@@ -503,3 +503,24 @@ def test_a_plan_says_of_memories_only_what_its_student_has():
         words = " ".join(words for _, words in rows)
         assert ("parts that the teacher does not have" in words) == has_new_parts
         assert "e+" not in words  # numbers are written out
+
+
+@pytest.mark.parametrize("stage", ["transfer", "distillation", "fine_tuning"])
+@pytest.mark.parametrize("name", ["steps", "batch_size", "length"])
+def test_a_schedule_that_memory_cannot_hold_is_refused_by_the_name_of_its_largest_number(
+    stage, name, monkeypatch
+):
+    monkeypatch.setattr("hf_memory.conversion.recipe.memory_for", lambda device: 10**10)
+    schedule = SCHEDULE._replace(steps=10)._replace(**{name: 2**31 - 1})
+    with pytest.raises(
+        ValueError, match=f"^{name} of {stage} must be less, since .* got 2147483647"
+    ):
+        Recipe(**{stage: schedule}).check()
+    with pytest.raises(ValueError, match=f"^{name} of {stage} must be at most 2147483647"):
+        Recipe(**{stage: schedule._replace(**{name: 2**31})}).check()
+
+
+def test_the_tokens_of_a_schedule_are_those_of_its_steps():
+    for steps in (0, 1, 7, 12, 100):
+        schedule = SCHEDULE._replace(steps=steps, batch_size=3, length=100, start_length=16)
+        assert schedule.tokens == 3 * sum(schedule.length_in(step) for step in range(steps))

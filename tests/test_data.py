@@ -222,3 +222,26 @@ def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
     text = read_tokens([tmp_path / "a.txt"], make_tokenizer())
     assert text.tokens.tolist() == [4, 5, 6, 2, 7, 8, 9, 2]
     assert text.documents.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("name", ["tokens", "documents", "targets"])
+def test_a_file_of_tokens_that_becomes_shorter_while_it_is_read_is_an_error(name, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40)))
+    text = read_tokens([file], make_tokenizer(), cache=tmp_path / "cache", assistant_only=True)
+    places = torch.tensor([0, 50])
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / name).rename(folder / "before")
+    (folder / name).write_bytes(b"")
+    assert text.windows(places, 4).shape == (2, 4)  # a file in its place changes nothing
+    (folder / "before").replace(folder / name)
+    changed(folder / name, lambda content: content[:8])
+    said = rf"{name} must keep its \d+ bytes while its tokens are read, got 8"
+    for use in (
+        lambda: text.row(50, 4),
+        lambda: text.windows(places, 4),
+        lambda: text.predicts(places, 4),
+        lambda: text[4:].windows(places, 4),
+    ):
+        with pytest.raises(OSError, match=said):
+            use()

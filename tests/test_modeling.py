@@ -737,3 +737,12 @@ def test_options_given_to_from_pretrained_are_checked(tmp_path):
     make_model(case).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="levels must be 'one'"):
         AutoModelForCausalLM.from_pretrained(tmp_path, levels="log")
+
+
+@pytest.mark.parametrize("boundaries", [None, [0, 4, 9]])
+def test_boundaries_of_keys_that_are_not_those_of_queries_are_refused(boundaries):
+    of_queries = None if boundaries is None else torch.tensor(boundaries)
+    with pytest.raises(ValueError, match="cu_seq_lens_k must be the same as cu_seq_lens_q="):
+        make_model(CASE["linear-full"])(
+            random_tokens(1, 9), cu_seq_lens_q=of_queries, cu_seq_lens_k=torch.tensor([0, 5, 9])
+        )

@@ -350,3 +350,14 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path):
     rewrite(tmp_path / "memory", lambda header, tensors: tensors["0.keys"].fill_(255))
     with pytest.raises(ValueError, match=r"state 0\.keys with finite scales"):
         load_memory(tmp_path / "memory", model)
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize("name", ["deltanet", "attention-kept", "titans-mag"])
+def test_a_loaded_memory_of_one_text_is_refused_for_several_rows_of_generate(name, how, tmp_path):
+    model = make_model(CASE[name])
+    tokens = random_tokens(1, 9)
+    save_memory(read(model, tokens), tmp_path / "memory", model)
+    loaded = load_memory(tmp_path / "memory", model)
+    with pytest.raises(ValueError, match="cache must be of as many texts as there are rows"):
+        model.generate(random_tokens(1, 12), past_key_values=loaded, max_new_tokens=2, **how)

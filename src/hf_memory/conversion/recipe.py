@@ -3,11 +3,16 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, get_type_hints
 
+import torch
+
 from hf_memory.conversion.keep import Keep
+from hf_memory.files.ram import memory_for
 from hf_memory.modeling.checks import LARGEST, check, check_type
 
+COLUMNS = 3  # of a window: tokens, labels and positions
 MAX_SEED = 2**32 - 4  # NumPy's largest seed, minus one for each stage
 
 
@@ -55,7 +60,10 @@ class Schedule(NamedTuple):
     @property
     def tokens(self) -> int:
         """The tokens of all windows."""
-        return self.batch_size * sum(map(self.length_in, range(self.steps)))
+        number = len(self.lengths)
+        firsts = [-(-i * self.steps // number) for i in range(number + 1)]  # steps of each length
+        steps = [last - first for first, last in pairwise(firsts)]
+        return self.batch_size * sum(x * length for x, length in zip(steps, self.lengths))
 
     def __str__(self) -> str:
         factor = (
@@ -88,10 +96,26 @@ class Schedule(NamedTuple):
             value = getattr(self, name)
             check(smallest <= value < math.inf, f"{name} of {stage}", f"at least {smallest}", value)
             check(value <= LARGEST, f"{name} of {stage}", f"at most {LARGEST}", value)
+        self._check_size(stage)
         start = self.start_length
         longest = self.length
         check(start <= longest, f"start_length of {stage}", f"at most its length {longest}", start)
         check(0 <= self.repeats <= 1, f"repeats of {stage}", "from 0 to 1", self.repeats)
+
+    def _check_size(self, stage: str) -> None:
+        """Raise ValueError if the windows of a step, or the places of all, need more memory than there is."""
+        if not self.steps:
+            return
+        free = memory_for(torch.device("cpu"))
+        numbers = {  # of int64 that are in memory at once, by the fields that they are products of
+            ("steps", "batch_size"): self.steps * self.batch_size,
+            ("batch_size", "length"): COLUMNS * self.batch_size * self.length,
+        }
+        for names, number in numbers.items():
+            largest = max(names, key=lambda name: getattr(self, name))
+            needed = 8 * number
+            expected = f"less, since its windows need {needed / 1e9:,.1f} GB of {free / 1e9:,.1f} GB of memory"
+            check(needed <= free, f"{largest} of {stage}", expected, getattr(self, largest))
 
 
 TRAINED = {  # what learns in distillation, in words

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,32 @@ from transformers import PreTrainedConfig
 
 MINIMUM = 2560  # tokens of a text, so that the last tenth has a window to compare models on
 MAXIMUM = 2**18  # largest number of held-out tokens
+
+
+class MappedFile(NamedTuple):
+    """A file that a tensor is mapped from, as it was then."""
+
+    path: Path
+    inode: int
+    size: int  # bytes
+
+    @classmethod
+    def of(cls, path: Path) -> "MappedFile":
+        """A file as it is now."""
+        now = path.stat()
+        return cls(path, now.st_ino, now.st_size)
+
+    def check(self) -> None:
+        """Raise OSError if the file is shorter now. One that was replaced or removed is whole where it is mapped."""
+        try:
+            now = self.path.stat()
+        except FileNotFoundError:
+            return
+        if now.st_ino == self.inode and now.st_size < self.size:
+            raise OSError(
+                f"{self.path} must keep its {self.size} bytes while its tokens are read, got {now.st_size}; "
+                "start again, which reads the text again"
+            )
 
 
 @dataclass(frozen=True)
@@ -26,6 +53,7 @@ class Text:
         targets: [T] of bool, the tokens that a model is to predict; default: all.
         documents: [D], where documents begin, in order; default: there is one.
         mixture: number of tokens, and weight, of each of the texts of which this is a mixture. A part of it has none.
+        files: files that tokens, targets and documents are mapped from, which no one may shorten while they are read.
     """
 
     tokens: Tensor
@@ -33,6 +61,7 @@ class Text:
     targets: Tensor | None = None
     documents: Tensor | None = None
     mixture: tuple[tuple[int, float], ...] = ()
+    files: "tuple[MappedFile, ...]" = ()
 
     @classmethod
     def of(cls, tokens: "Text | Tensor") -> "Text":
@@ -79,7 +108,13 @@ class Text:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def check_files(self) -> None:
+        """Raise OSError if a file that the text is mapped from has become shorter: reading it would end the process."""
+        for file in self.files:
+            file.check()
+
     def __getitem__(self, part: slice) -> "Text":
+        self.check_files()
         targets = self.targets
         begins = self.documents
         ends = part.indices(len(self))[:2]
@@ -87,7 +122,11 @@ class Text:
             first, last = torch.searchsorted(begins, torch.tensor(ends)).tolist()
             begins = begins[first:last] - ends[0]
         return Text(
-            self.tokens[part], self.start, None if targets is None else targets[part], begins
+            self.tokens[part],
+            self.start,
+            None if targets is None else targets[part],
+            begins,
+            files=self.files,
         )
 
     @property
@@ -97,6 +136,7 @@ class Text:
 
     def windows(self, places: Tensor, length: int) -> Tensor:
         """[N, length]: the text from each of N places on, after what begins a text."""
+        self.check_files()
         return self.begun(self.tokens[places[:, None] + torch.arange(length - len(self.start))])
 
     def row(self, place: int, length: int, *, whole: bool = False) -> dict[str, Tensor]:
@@ -130,6 +170,7 @@ class Text:
         """[N] of bool: whether windows from N places on have a target that they predict."""
         if self.targets is None:
             return torch.ones_like(places, dtype=torch.bool)
+        self.check_files()
         first = int(len(self.start) == 0)  # a token before which there is nothing is not predicted
         return self.targets[places[:, None] + torch.arange(first, length - len(self.start))].any(1)
 
@@ -158,6 +199,7 @@ def check_tokens(tokens: Text | Tensor, config: PreTrainedConfig, *lengths: int)
         ValueError: if a token has no embedding, a window is longer than the model's positions, or the text is shorter
             than a window.
     """
+    Text.of(tokens).check_files()
     largest = int(Text.of(tokens).tokens.max()) if len(tokens) else 0
     if largest >= config.vocab_size:
         raise ValueError(

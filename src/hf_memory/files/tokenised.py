@@ -21,7 +21,7 @@ from hf_memory.files.chat_template import apply_template, tokens_and_targets
 from hf_memory.files.documents import Document, documents, files_of
 from hf_memory.files.fingerprints import tokenizer_fingerprint
 from hf_memory.files.folders import replaced, written
-from hf_memory.files.text import Text, check_weights, start_of
+from hf_memory.files.text import MappedFile, Text, check_weights, start_of
 from hf_memory.progress import Progress, silent
 
 BATCH = 2**20  # characters that a process tokenises at once, for which it needs about 150 MB
@@ -84,6 +84,7 @@ def read_tokens(
             [read_tokens([x], tokenizer, limit=part, **how) for x, part in zip(sources, limits)],
             weights,
         )
+    files: tuple[MappedFile, ...] = ()
     if cache is None:
         columns = map(
             torch.from_numpy,
@@ -95,11 +96,16 @@ def read_tokens(
             cache.mkdir(parents=True, exist_ok=True)
             with replaced(folder) as new:
                 _write(new, _read(sources, tokenizer, limit, assistant_only, report))
+        files = tuple(MappedFile.of(folder / name) for name in FILES)
         columns = map(partial(_mapped, folder), FILES)
     tokens, begins, targets = columns
     start = torch.tensor(start_of(tokenizer), dtype=torch.long)
     return Text(
-        tokens, start, targets if assistant_only else None, begins if len(begins) > 1 else None
+        tokens,
+        start,
+        targets if assistant_only else None,
+        begins if len(begins) > 1 else None,
+        files=files,
     )
 
 

@@ -30,11 +30,13 @@ def packed_boundaries(
     have other reasons for such positions.
 
     Raises:
-        ValueError: if `cu_seq_lens_q` does not divide the rows, or a mask or a cache is given with it or `seq_idx`.
+        ValueError: if `cu_seq_lens_q` does not divide the rows, `cu_seq_lens_k` is given without it or differs from it,
+            or a mask or a cache is given with it or `seq_idx`.
     """
     B, T = inputs_embeds.shape[:2]
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     seq_idx = kwargs.get("seq_idx")
+    _check_keys(cu_seqlens, kwargs.get("cu_seq_lens_k"))
     if cu_seqlens is None and seq_idx is None:
         if position_ids is None or attention_mask is not None or cache is not None:
             return None
@@ -60,6 +62,17 @@ def _boundaries(is_another: Tensor) -> Tensor:
     starts = F.pad(is_another, (1, 0), value=True)
     boundaries = starts.flatten().nonzero().flatten()
     return F.pad(boundaries, (0, 1), value=starts.numel()).to(torch.int32)
+
+
+def _check_keys(of_queries: Tensor | None, of_keys: Tensor | None) -> None:
+    """Refuse boundaries of keys that are not those of queries, since these alone are read."""
+    if of_keys is None or is_tracing(of_keys):
+        return
+    if of_queries is None or of_queries.tolist() != of_keys.tolist():
+        queries = None if of_queries is None else of_queries.tolist()
+        raise ValueError(
+            f"cu_seq_lens_k must be the same as cu_seq_lens_q={queries}, got {of_keys.tolist()}"
+        )
 
 
 def _check_cu_seq_lens(cu_seqlens: Tensor, B: int, T: int) -> None:
