@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import test_cache
 import test_cache_argument
+import test_cache_bits
 import test_conversion
 import test_deltaformer
 import test_depth
@@ -33,7 +34,7 @@ from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.evaluation import language, tasks
 from hf_memory.files import documents, tokenised
-from hf_memory.mixers import base
+from hf_memory.mixers import base, deltaformer, kv_eviction, pasts
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import depth, loading
@@ -373,3 +374,23 @@ def test_kept_sums_that_do_not_move_are_seen(form, monkeypatch):
     monkeypatch.setattr(GateChannels, "moved", lambda self, k, units: k)
     with pytest.raises(AssertionError):
         test_forgetting.test_pieces_keep_the_sums_of_the_whole(form)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(pasts, "linear-window-bits"), (kv_eviction, "attention-kept-bits")]
+)
+def test_tokens_of_a_call_that_are_not_rounded_are_seen(module, name, monkeypatch):
+    monkeypatch.setattr(module, "rounded", lambda x, packed, bits: x)
+    with pytest.raises(AssertionError):
+        test_cache_bits.test_a_text_is_the_same_however_it_is_divided(name)
+
+
+def test_bits_that_round_numbers_of_no_cache_alone_are_seen(monkeypatch):
+    """States of a DeltaFormer that keep their bits, though the config says fewer."""
+    monkeypatch.setattr(deltaformer, "pack", lambda x, bits: x.clone())
+    monkeypatch.setattr(deltaformer, "rounded", lambda x, packed, bits: x)
+    name = "deltaformer"
+    with pytest.raises(AssertionError):
+        test_cache_bits.test_what_a_deltaformer_writes_depends_on_calls_by_less_than_rounding_changes(
+            name
+        )

@@ -12,7 +12,7 @@ from hf_memory.convertible import Convertible
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.bits import pack, rounded, unpack
+from hf_memory.ops.bits import pack_both, rounded, unpack
 from hf_memory.ops.soft_cap import soft_capped
 
 
@@ -75,7 +75,7 @@ class AttentionMixer(Convertible, Projections):
     ) -> tuple[Tensor, Tensor]:
         """The keys and values [B, H, tokens, D] that queries see; a cache, if there is one, has them in bytes."""
         new = k, v
-        packed = [pack(x, bits) for x in new]
+        packed = pack_both(k, v, bits)
         seen = packed if cache is None else update(cache, self.layer_idx, *packed)
         numbers = []
         for x, all_bytes, own_bytes in zip(new, seen, packed):

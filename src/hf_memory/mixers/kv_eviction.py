@@ -27,7 +27,7 @@ from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
-from hf_memory.ops.bits import pack, rounded, unpack
+from hf_memory.ops.bits import pack_both, rounded, unpack
 from hf_memory.ops.dispatch import Backend
 from hf_memory.ops.kv_eviction import places_that_stay, retained_attention, rows_at
 from hf_memory.ops.layout import expand_dims_like
@@ -178,7 +178,7 @@ class KVEviction(NamedTuple):
 
     def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [..., D] as the states have them."""
-        return (k, v) if self.bits is None else (pack(k, self.bits), pack(v, self.bits))
+        return (k, v) if self.bits is None else pack_both(k, v, self.bits)
 
     def _numbers(self, entries: Entries, like: Tensor) -> Entries:
         """Entries of the states with keys and values as numbers [..., D] in the dtype of keys `like` [..., D]."""

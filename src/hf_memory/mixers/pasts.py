@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, Scores, near_blocks, rows_of
 from hf_memory.mixers.base import Context
-from hf_memory.ops.bits import pack, rounded, unpack
+from hf_memory.ops.bits import pack_both, rounded, unpack
 from hf_memory.ops.layout import expand_dims_like, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 
@@ -337,7 +337,7 @@ class InBits(NamedTuple):
         self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None, **more
     ) -> Past:
         """See `read_many` of the past."""
-        packed = [pack(x, self.bits) for x in (k, v)]
+        packed = pack_both(k, v, self.bits)
         numbers = [rounded(x, y, self.bits) for x, y in zip((k, v), packed)]
         before = context._replace(states=self._unpacked(context.states, k, v))
         past = self.past.read_many(*numbers, tokens, before, **more)
@@ -345,7 +345,7 @@ class InBits(NamedTuple):
 
     def read_one(self, k: Tensor, v: Tensor, context: Context, always: Any = None) -> Seen:
         """See `read_one` of the past."""
-        seen = self.past.read_one(*(pack(x, self.bits) for x in (k, v)), context)
+        seen = self.past.read_one(*pack_both(k, v, self.bits), context)
         left = seen.left
         if left is not None and left[0] is not None:
             left = self._numbers(left[0], left[1], k, v)
