@@ -303,7 +303,7 @@ def test_everything_can_be_undone(case):
 
 @every_recurrent_family
 def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
-    monkeypatch.setattr(MemoryLayer, "window", 4)
+    monkeypatch.setattr(MemoryLayer, "undoable_tokens", 4)
     model = make_model(case, layer_types=["memory"] * 2).double()
     tokens = random_tokens(1, 20)
     word = random_tokens(1, 1, seed=1)
@@ -347,7 +347,9 @@ def test_states_are_what_the_mixers_declare(case):
     cache = read(model, random_tokens(2, 9))
     for layer, spec in zip(cache.layers, model.config.state_specs):
         if isinstance(layer, MemoryLayer):
-            shapes = {name: (2, *state.places(9), *state.shape) for name, state in spec.items()}
+            shapes = {
+                name: (2, *state.grown_shape(9), *state.shape) for name, state in spec.items()
+            }
             assert {name: tuple(x.shape) for name, x in layer.states.items()} == shapes
             dtypes = {name: state.dtype or torch.float32 for name, state in spec.items()}
             assert {name: x.dtype for name, x in layer.states.items()} == dtypes

@@ -60,7 +60,9 @@ def attend(q, k, v, states=None, mask=None, cu_seqlens=None, uniform_length=None
     read = MEMORY.read_one if is_one else MEMORY.read_many
     (o, mass), new = read(q, k, v, Scores(0.3, softcap), context)
     new = context.states | new
-    return torch.cat([o, mass[..., None]], -1), new | {"tokens_read": context.places(q)[1]}
+    return torch.cat([o, mass[..., None]], -1), new | {
+        "tokens_read": context.tokens_and_count(q)[1]
+    }
 
 
 @pytest.mark.parametrize("scores", [chunk.SCORES, 1], ids=["at once", "in groups"])
@@ -93,7 +95,7 @@ def test_kernel_decides_as_its_definition(sizes, softcap):
             memory = MEMORY._replace(backend=backend, **sizes)
             (o, mass), states = memory.read_many(*of_part, Scores(0.3, softcap), context)
             outputs.append(torch.cat([o, mass[..., None]], -1))
-            states = states | {"tokens_read": context.places(of_part[0])[1]}
+            states = states | {"tokens_read": context.tokens_and_count(of_part[0])[1]}
         o = torch.where(mask[..., None, None], torch.cat(outputs, 1), 0)
         return o, states, torch.autograd.grad(o.square().sum(), inputs)
 

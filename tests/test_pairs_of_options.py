@@ -542,7 +542,7 @@ def test_an_ignored_option_is_seen(monkeypatch):
 def _without_sinks(forward):
     def run(self, *args, **kwargs):
         self.sinks = None
-        self.window = self.window._replace(lead=0)
+        self.near_past = self.near_past._replace(lead=0)
         return forward(self, *args, **kwargs)
 
     return run

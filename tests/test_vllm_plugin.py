@@ -50,7 +50,7 @@ def heads_alone(mixer, text, angles):
         return None
     q, k, v = mixer.project_heads(text[None], Positions(*angles))
     of_heads = (
-        x.unflatten(2, (len(mixer.places), -1))[:, :, mixer.full_heads].flatten(2, 3)
+        x.unflatten(2, (len(mixer.place_of_head), -1))[:, :, mixer.full_heads].flatten(2, 3)
         for x in (q, k, v)
     )
     q, k, v = (x.transpose(1, 2) for x in of_heads)

@@ -69,7 +69,7 @@ class State:
         shape = *rows, packed_bytes(channels, bits)
         return replace(self, shape=shape, dtype=torch.uint8, largest=255, bits=bits)
 
-    def places(self, tokens_read: int) -> tuple[int, ...]:
+    def grown_shape(self, tokens_read: int) -> tuple[int, ...]:
         """The number of entries of a row after some tokens, as a shape; empty if the state does not grow."""
         tokens = tokens_read if self.at_most is None else min(tokens_read, self.at_most)
         grown = {"fixed": (), "log": (tokens.bit_length(),), "token": (tokens,)}
@@ -77,7 +77,10 @@ class State:
 
     def nbytes(self, tokens_read: int, dtype: torch.dtype) -> int:
         """Bytes of this state after some tokens of one sequence, in a model of a dtype."""
-        return math.prod((*self.places(tokens_read), *self.shape)) * (self.dtype or dtype).itemsize
+        return (
+            math.prod((*self.grown_shape(tokens_read), *self.shape))
+            * (self.dtype or dtype).itemsize
+        )
 
 
 Spec = dict[str, Any]  # the State, or the Spec of a part, by name
@@ -106,11 +109,11 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     A recurrent state cannot be rolled back by itself. To undo tokens, `activate_past_recording` keeps a copy of the
     states and, from then on, what is written. `crop` restores the copy; a mixer reads the inputs of the tokens that
-    stay, which `replay` has, before new ones. At least the last `window` tokens since the recording began, or since
+    stay, which `replay` has, before new ones. At least the last `undoable_tokens` since the recording began, or since
     the last crop, can be undone. What is recorded is reordered, copied and moved together with the states.
     """
 
-    window = 256
+    undoable_tokens = 256
 
     is_compileable = False
     is_croppable = True
@@ -196,7 +199,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
         With a recording, tokens that are too old to be undone later are a part of their own.
         """
-        early = _length(inputs) - self.window if self.record_past else 0
+        early = _length(inputs) - self.undoable_tokens if self.record_past else 0
         if early <= 0:
             return [inputs]
         return [_tokens(inputs, slice(early)), _tokens(inputs, slice(early, None))]
@@ -219,7 +222,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         last.inputs.append(
             {name: owned(x.detach().expand(B, *x.shape[1:])) for name, x in inputs.items()}
         )
-        if last.length >= self.window:  # what came before is too old to be undone
+        if last.length >= self.undoable_tokens:  # what came before is too old to be undone
             self.recorded = [last, Stretch(self._copied())]
 
     @property
@@ -248,7 +251,10 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         roomy = {}
         for name, x in states.items():
             state = self.spec[name]
-            if state.growth == "log" and (missing := state.places(tokens_read)[0] - x.shape[1]) > 0:
+            if (
+                state.growth == "log"
+                and (missing := state.grown_shape(tokens_read)[0] - x.shape[1]) > 0
+            ):
                 roomy[name] = F.pad(x, (*(0, 0) * len(state.shape), 0, missing))
         return states | roomy
 

@@ -134,7 +134,7 @@ class Context(NamedTuple):
             else x.new_zeros(len(x), 1, dtype=torch.long)
         )
 
-    def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
+    def tokens_and_count(self, x: Tensor) -> tuple[Tokens, Tensor]:
         """The position of each token x [B, T, ...] in its sequence, and `tokens_read` [B], including these."""
         before, after = self.counts(x)
         return self._tokens_after(before, x), after.flatten()

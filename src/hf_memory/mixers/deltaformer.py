@@ -74,7 +74,7 @@ class DeltaFormerMixer(MemoryMixer):
         or 2 D], `values` [B, tokens, H, D], which are u, and `positions` [B, tokens]."""
         q, k_written, v = self.project_heads(hidden_states, None)
         q, k = self.rotate(q, k_written, context.positions)
-        tokens, tokens_read = context.places(k)
+        tokens, tokens_read = context.tokens_and_count(k)
         cached_k = k if self.config.write_rope else torch.cat([k, k_written], -1)
         cached_k, stored_k = self._rounded(cached_k)
         position = tokens.position.expand(len(k), -1).int()

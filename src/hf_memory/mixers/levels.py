@@ -85,7 +85,7 @@ class Levels:
         backend = self.config.mixer_backend
         if self.config.levels == "log":
             past = None
-            (levels,) = self.spec["memory"].places(q.shape[1])
+            (levels,) = self.spec["memory"].grown_shape(q.shape[1])
             if memory is not None:
                 past = LogLinearState(memory, context.states["tokens_read"])
                 levels = memory.shape[1]

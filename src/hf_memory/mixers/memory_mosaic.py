@@ -79,7 +79,7 @@ class MemoryMosaicMixer(MemoryMixer):
             context.cu_seqlens,
         )
         key, value = (self.by_head(y) for y in before.chunk(2, -1))
-        tokens, states["tokens_read"] = context.places(x)
+        tokens, states["tokens_read"] = context.tokens_and_count(x)
         past = Everything().read_many(
             key, self.value_average(value, self.by_head(v)), tokens, context
         )

@@ -416,7 +416,7 @@ def window_attention(
     Returns:
         o [B, T, HQ, D], and the states after the tokens: those of the window, and `tokens_read` [B].
     """
-    tokens, tokens_read = context.places(k)
+    tokens, tokens_read = context.tokens_and_count(k)
     past = window.read_many(k, v, tokens, context, reach=reach)
     groups = near_blocks(q, tokens, past.near, past.first if window.first else always)
     return rows_of(map(scores.attend, groups), q), past.states | {"tokens_read": tokens_read}

@@ -91,7 +91,7 @@ class WindowedMixer(MemoryMixer):
         self.full_heads = sorted(kept)
         self.near_heads = [h for h in range(config.num_key_value_heads) if h not in kept]
         order = self.near_heads + self.full_heads
-        self.places = [
+        self.place_of_head = [
             order.index(h) for h in range(len(order))
         ]  # place of each head among the outputs
         has_memory = config.layer_types[layer_idx] == "sliding_memory" and self.near_heads
@@ -116,8 +116,8 @@ class WindowedMixer(MemoryMixer):
         self._declare_pasts()
 
     def _declare_pasts(self) -> None:
-        self.window = _near(self.config, self.layer_idx, leaves=self.far is not None)
-        self.full = _full(self.config, self.layer_idx)
+        self.near_past = _near_past(self.config, self.layer_idx, leaves=self.far is not None)
+        self.full_past = _full_past(self.config, self.layer_idx)
         if self.kv_eviction is not None:
             self.kv_eviction = self.kv_eviction._replace(bits=self.config.bits_of("window"))
 
@@ -130,7 +130,7 @@ class WindowedMixer(MemoryMixer):
         spec: Spec = {"tokens_read": State((), torch.long)}
         if heads:
             keeps = config.kept_tokens[layer_idx]
-            near = _kv_eviction(config, layer_idx) if keeps else _near(config, layer_idx)
+            near = _kv_eviction(config, layer_idx) if keeps else _near_past(config, layer_idx)
             spec |= near.spec(heads, D)
             if config.layer_types[layer_idx] == "sliding_memory":
                 spec |= config.far_memory.state_spec(config, heads)
@@ -138,9 +138,9 @@ class WindowedMixer(MemoryMixer):
                 spec["slot_gates"] = State((kept, heads, config.far_memory.num_gates))
                 spec["slot_angles"] = State((kept, config.rotating_channels(layer_idx)), None)
         if full and config.full_attention_window is not None:
-            spec |= _full(config, layer_idx).spec(full, D)
+            spec |= _full_past(config, layer_idx).spec(full, D)
         elif full:
-            spec |= _full(config, layer_idx).spec(full, D, D)
+            spec |= _full_past(config, layer_idx).spec(full, D, D)
         return spec
 
     @classmethod
@@ -197,10 +197,10 @@ class WindowedMixer(MemoryMixer):
         self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
     ) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states of `mix`."""
-        tokens, tokens_read = context.places(hidden_states)
-        near = partial(self._near, tokens=tokens)
-        full = partial(self._full, tokens=tokens)
-        o, states = self._attend(hidden_states, q, k, v, context, near, full)
+        tokens, tokens_read = context.tokens_and_count(hidden_states)
+        attend_near = partial(self._attend_near, tokens=tokens)
+        attend_full = partial(self._attend_full, tokens=tokens)
+        o, states = self._attend(hidden_states, q, k, v, context, attend_near, attend_full)
         return o, states | {"tokens_read": tokens_read}
 
     def attend_one(
@@ -209,7 +209,9 @@ class WindowedMixer(MemoryMixer):
         """The same for one token of each row that follows others; states that do not grow change in place."""
         states = dict(context.states)
         context = context._replace(states=states)
-        o, new = self._attend(hidden_states, q, k, v, context, self._near_one, self._full_one)
+        o, new = self._attend(
+            hidden_states, q, k, v, context, self._attend_near_one, self._attend_full_one
+        )
         states["tokens_read"].add_(1)
         return o, states | new
 
@@ -220,11 +222,11 @@ class WindowedMixer(MemoryMixer):
         k: Tensor,
         v: Tensor,
         context: Context,
-        near: Callable,
-        full: Callable,
+        attend_near: Callable,
+        attend_full: Callable,
     ) -> tuple[Tensor, States]:
-        """The heads [B, T, HQ, D] and their states, of parts that `near` and `full` read."""
-        if self.full_heads and k.shape[2] < len(self.places):
+        """The heads [B, T, HQ, D] and their states, of parts that `attend_near` and `attend_full` read."""
+        if self.full_heads and k.shape[2] < len(self.place_of_head):
             heads = self.config.full_attention_heads
             raise ValueError(
                 f"full_attention_heads must be None with tensor parallelism, got {heads}"
@@ -237,7 +239,7 @@ class WindowedMixer(MemoryMixer):
                 outputs.append(context.attended)
                 continue
             rows = self._of(heads, None if self.far is None else q, rotated, k, v)
-            read = partial(near, hidden_states) if is_near else full
+            read = partial(attend_near, hidden_states) if is_near else attend_full
             o, new = read(rows, context, heads)
             outputs.append(o)
             states |= new
@@ -249,7 +251,7 @@ class WindowedMixer(MemoryMixer):
     def _in_order(self, parts: Iterable[Tensor]) -> Tensor:
         """The queries' outputs [B, T, HQ, D] from those of parts of the heads [B, T, n, groups, D]."""
         outputs = [x for part in parts for x in part.unbind(2)]
-        return torch.cat([outputs[i] for i in self.places], 2)
+        return torch.cat([outputs[i] for i in self.place_of_head], 2)
 
     @contextmanager
     def without_memory(self) -> Iterator[None]:
@@ -333,13 +335,13 @@ class WindowedMixer(MemoryMixer):
         """The parts [B, T, n, D] of queries, keys or values that some key-value heads have."""
         if len(self.parts) == 1:
             return rows
-        H = len(self.places)
+        H = len(self.place_of_head)
         return tuple(
             None if x is None else _heads(x.unflatten(2, (H, -1)), heads).flatten(2, 3)
             for x in rows
         )
 
-    def _near(
+    def _attend_near(
         self, hidden_states, rows: tuple, context: Context, heads: list[slice], tokens: Tokens
     ) -> tuple[Tensor, States]:
         q, rotated, k, v = rows
@@ -350,7 +352,7 @@ class WindowedMixer(MemoryMixer):
         if self.sinks is not None:
             values, _ = self.sinks()
             always = torch.zeros_like(values), values
-        past = self.window.read_many(k, v, tokens, context, always)
+        past = self.near_past.read_many(k, v, tokens, context, always)
         groups = (past if virtual is None else past._replace(first=virtual)).blocks(rotated, tokens)
         if self.far is None and self.sinks is None:
             return rows_of(map(self.scores.attend, groups), rotated), past.states
@@ -362,21 +364,21 @@ class WindowedMixer(MemoryMixer):
         o, memory = self._with_far(o, logsumexp, q, leaving, context)
         return o, past.states | waiting | memory
 
-    def _near_one(
+    def _attend_near_one(
         self, hidden_states, rows: tuple, context: Context, heads: list[slice]
     ) -> tuple[Tensor, States]:
         q, rotated, k, v = rows
         if self.kv_eviction is not None:
             return self._attend_kept(self._kept_tokens.read_one, rows, context, heads)
-        window = self.window
-        seen = window.read_one(k, v, context, None if window.lead else self._always(heads))
+        near_past = self.near_past
+        seen = near_past.read_one(k, v, context, None if near_past.lead else self._always(heads))
         scores = self.scores
         if self.far is None and self.sinks is None:
             return scores.attend(seen.blocks(rotated)), {}
-        if self.far is None and window.lead and scores.is_plain:
+        if self.far is None and near_past.lead and scores.is_plain:
             return scores.attend(self._with_sink_scores(seen).blocks(rotated)), {}
         if self.sinks is not None:
-            seen = seen.without(window.lead)
+            seen = seen.without(near_past.lead)
         attended = self._with_sinks(scores.attend_with_mass(seen.blocks(rotated)))
         if self.far is None:
             return attended[0], {}
@@ -420,13 +422,13 @@ class WindowedMixer(MemoryMixer):
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), memory
 
-    def _full(
+    def _attend_full(
         self, rows: tuple, context: Context, heads: list[slice], tokens: Tokens
     ) -> tuple[Tensor, States]:
         _, q, k, v = rows
         virtual = self._virtual(heads, len(k))
         always = None if virtual is None else (virtual.keys, virtual.values)
-        past = self.full.read_many(k, v, tokens, context, always)
+        past = self.full_past.read_many(k, v, tokens, context, always)
         first = past.first if virtual is None else virtual
         W = self.config.full_attention_window
         o = full_attention(
@@ -434,10 +436,12 @@ class WindowedMixer(MemoryMixer):
         )
         return o, past.states
 
-    def _full_one(self, rows: tuple, context: Context, heads: list[slice]) -> tuple[Tensor, States]:
+    def _attend_full_one(
+        self, rows: tuple, context: Context, heads: list[slice]
+    ) -> tuple[Tensor, States]:
         _, q, k, v = rows
         always = self._always(heads)
-        return self.scores.attend(self.full.read_one(k, v, context, always).blocks(q)), {}
+        return self.scores.attend(self.full_past.read_one(k, v, context, always).blocks(q)), {}
 
     def _always(self, heads: list[slice]) -> list[Tensor] | None:
         """The key and the value of the virtual token of some heads [1, 1, H, D]; None without one."""
@@ -477,7 +481,7 @@ class WindowedMixer(MemoryMixer):
         new = {"slot_gates": gates}
         if turns := context.positions is not None and self.rotates:
             new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)
-        (gates, *angles), states = self.window.extend(new, context)
+        (gates, *angles), states = self.near_past.extend(new, context)
         keys = past.keys[:, :T]
         if turns:
             keys = Positions.of_halves(angles[0][:, :T]).turn(keys)
@@ -495,7 +499,7 @@ class WindowedMixer(MemoryMixer):
         turns = context.positions is not None and self.rotates
         if turns:
             new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)  # type: ignore[union-attr]
-        gates, *angles = self.window.replace(new, context)
+        gates, *angles = self.near_past.replace(new, context)
         if turns:
             key = Positions.of_halves(angles[0]).turn(key)
         position = context.states["tokens_read"][:, None]
@@ -514,12 +518,12 @@ def _kv_eviction(config, layer_idx: int) -> KVEviction:
     return KVEviction(*sizes, needs_mass=needs_mass, bits=config.bits_of("window"))
 
 
-def _near(config, layer_idx: int, *, leaves: bool = True) -> Any:
+def _near_past(config, layer_idx: int, *, leaves: bool = True) -> Any:
     ring = _ring(config, layer_idx, config.sliding_window, config.bits_of("window"))
     return in_bits(ring._replace(leaves=leaves), config.bits_of("window"))
 
 
-def _full(config, layer_idx: int) -> Any:
+def _full_past(config, layer_idx: int) -> Any:
     bits = config.bits_of("full_attention_heads")
     past: Any = Everything("full_")
     if (longer := config.full_attention_window) is not None:

@@ -183,7 +183,7 @@ def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, li
             before = 0 if isinstance(layer, MemoryLayer) else 1
             shapes[f"{i}.{name}"] = [
                 *state.shape[:before],
-                *state.places(tokens_read),
+                *state.grown_shape(tokens_read),
                 *state.shape[before:],
             ]
     return shapes

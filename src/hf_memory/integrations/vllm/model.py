@@ -227,7 +227,7 @@ class ModelForVLLM(nn.Module):
             name = NAME.format(i)
             mixer = layer.mixer
             if i in self.memories:
-                grows = isinstance(mixer, WindowedMixer) and isinstance(mixer.full, Everything)
+                grows = isinstance(mixer, WindowedMixer) and isinstance(mixer.full_past, Everything)
                 heads = full_attentions(mixer, mixer.heads[1], numbers, cache) if grows else ()
                 layers[name] = Memory(mixer, i, shelf, heads)
                 continue

@@ -151,7 +151,7 @@ class TransformerMixer(MemoryMixer):
         The states of the past are those of `cached`, and `tokens_read` [B].
         """
         q, k, v = self.projected(hidden_states, context)
-        tokens, tokens_read = context.places(k)
+        tokens, tokens_read = context.tokens_and_count(k)
         stored = self.stored(cached, self.config, self.layer_idx)
         past = stored.read_many(k, v, tokens, context)
         return q, tokens, past._replace(states=past.states | {"tokens_read": tokens_read})

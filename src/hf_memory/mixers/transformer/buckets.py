@@ -54,7 +54,7 @@ def in_buckets(
     unit = unit_length(q)
     q_buckets = buckets(unit.detach())
     q, k = mixer.rotate(q, unit, context.positions)
-    tokens, tokens_read = context.places(k)
+    tokens, tokens_read = context.tokens_and_count(k)
     past = Everything().read_many(k, v, tokens, context)
     bucket, new = context.grown({"buckets": q_buckets})
     seen = past.near._replace(values=repeat_heads(past.values, q.shape[2]), sees=earlier)

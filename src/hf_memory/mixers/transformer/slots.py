@@ -108,7 +108,7 @@ class CompressiveMixer(SegmentMixer):
         visible later; and, of tokens that do not fill a slot yet, `block_keys` and `block_values`
         [B, compression_rate - 1, H, D], not rotated."""
         q, plain, v = self.projected(hidden_states, context._replace(positions=None))
-        tokens, tokens_read = context.places(v)
+        tokens, tokens_read = context.tokens_and_count(v)
         q, k = self.rotate(q, plain, context.positions)
         past = segment_window(self.config).read_many(k, v, tokens, context)
         near = self.attend_segment(hidden_states, q, tokens, past, context)

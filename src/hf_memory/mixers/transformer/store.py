@@ -179,7 +179,7 @@ class MemorizingMixer(TopTokensMixer):
         """The states are those of a `Window`, `tokens_read`, and of the window and the store, without rotation and with
         keys of unit length, `memory_keys` and `memory_values` [B, sliding_window + memory_size - 1, H, D]."""
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
-        tokens, tokens_read = context.places(k)
+        tokens, tokens_read = context.tokens_and_count(k)
         rotated_q, rotated_k = self.rotate(q, k, context.positions)
         past = _store(self.config)._replace(spare=0).read_many(rotated_k, v, tokens, context)
         store = _store(self.config, "memory_").read_many(

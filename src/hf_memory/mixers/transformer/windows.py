@@ -104,7 +104,7 @@ class InfiniteMixer(TransformerMixer):
         largest position."""
         most = self.config.num_sink_tokens + self.config.sliding_window - 1
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
-        tokens, tokens_read = context.places(k)
+        tokens, tokens_read = context.tokens_and_count(k)
         near_q, k = self.rotate(q, k, context.positions)
         window = self.stored(_first_and_last(self.config), self.config, self.layer_idx)
         past = window.read_many(k, v, tokens, context)
