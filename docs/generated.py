@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hf_memory import FAMILIES
 from hf_memory.cli import load
-from hf_memory.modeling.gates import TABLES
+from hf_memory.modeling.gate_registration import TABLES
 from hf_memory_cli import COMMANDS
 
 OPTIONS = "options: {members: false, heading_level: 4}"  # of a section

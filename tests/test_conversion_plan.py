@@ -155,7 +155,7 @@ def test_a_card_names_the_engines_of_an_export():
 def test_what_is_kept_by_default_depends_on_the_family(to, kept):
     plan = resolve(Recipe(to), make_teacher().config, text(4000))
     assert str(plan.keep) == kept
-    assert bool(plan.ranked_heads) is (kept != "none")
+    assert bool(plan.num_heads_to_rank) is (kept != "none")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_student_is_called_exact_where_it_is(teacher, to, options, exact):
     tokens = text()[:16][None]
     plan = resolve(Recipe(to=to, keep="none", options=options, **STAGES), teacher.config, text())
     student = make_student(teacher, to, **options)
-    start_near(student, teacher, text(), plan.window, is_exact=True)
+    start_near(student, teacher, text(), plan.training_length, is_exact=True)
     difference = (student(tokens).logits - teacher(tokens).logits).abs().max()
     assert plan.is_exact is exact is bool(difference < 1e-4)
 

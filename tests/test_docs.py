@@ -16,7 +16,7 @@ import hf_memory
 from cases import word_tokenizer
 from hf_memory import cache, conversion, decoding, evaluation, export, modeling, ops, serving
 from hf_memory.cli import load
-from hf_memory.modeling.gates import TABLES
+from hf_memory.modeling.gate_registration import TABLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

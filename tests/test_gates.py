@@ -9,7 +9,7 @@ import hf_memory
 from cases import random_tokens
 from hf_memory.mixers.delta_net import DeltaNetMixer
 from hf_memory.modeling import register_gate
-from hf_memory.modeling.gates import TABLES
+from hf_memory.modeling.gate_registration import TABLES
 
 SIZES = {
     "vocab_size": 64,

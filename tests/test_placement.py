@@ -114,13 +114,13 @@ def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
     teacher = make_teacher()
     tokens = random_tokens(200)
     made = convert(teacher, tokens, keep="auto:1/2", run=Run(tmp_path), **BOTH_STAGES)
-    assert made.plan.kept == (
+    assert made.plan.kept_layers == (
         layers_by_heads(rank_heads_by_predictions(teacher, tokens, window=WINDOW))[0],
     )
-    assert made.student.config.layer_types[made.plan.kept[0]] == "full_attention"
+    assert made.student.config.layer_types[made.plan.kept_layers[0]] == "full_attention"
     again = convert(teacher, tokens, keep="auto:1/2", run=Run(tmp_path), **BOTH_STAGES)
     assert same(again.student, made.student)
-    chosen = convert(teacher, tokens, keep=made.plan.kept, **BOTH_STAGES)
+    chosen = convert(teacher, tokens, keep=made.plan.kept_layers, **BOTH_STAGES)
     assert same(chosen.student, made.student)
 
 
@@ -225,8 +225,8 @@ def test_layers_of_a_student_without_memory_are_those_that_predictions_need():
     sums = [0.0] * teacher.config.num_hidden_layers
     for score in rank_heads_by_predictions(teacher, tokens, window=6, first=4):
         sums[score.layer] += score.score
-    assert made.plan.kept == (sums.index(max(sums)),)
-    kinds = {0: "sliding_heads"} | dict.fromkeys(made.plan.kept, "full_attention")
+    assert made.plan.kept_layers == (sums.index(max(sums)),)
+    kinds = {0: "sliding_heads"} | dict.fromkeys(made.plan.kept_layers, "full_attention")
     assert made.student.config.layer_types == [
         kinds.get(i, "sliding_heads") for i in range(len(sums))
     ]

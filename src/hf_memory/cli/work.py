@@ -110,7 +110,7 @@ def show_choice(plan: Plan) -> None:
     """Print what was tried for a goal, and which heads keep everything."""
     if tried := plan.choice.tried:
         print_table(map(_tried_row, tried), TRIED, title="students that were measured for the goal")
-    if heads := plan.chosen:
+    if heads := plan.chosen_heads:
         rows = [(f"{x.layer}/{x.head}", f"{x.score:.3f}") for x in heads]
         by = conversion.HEAD_SCORES[plan.keep.ranking]
         print_table(

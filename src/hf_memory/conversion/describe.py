@@ -68,7 +68,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
     has_none = set(layer_types(plan.student)) == {"memory"} and not getattr(
         plan.student, "sliding_window", None
     )
-    if has_none and not (plan.ranked or plan.ranked_heads) and share < NO_SMALLER:
+    if has_none and not (plan.num_layers_to_rank or plan.num_heads_to_rank) and share < NO_SMALLER:
         yield (
             "No layer has attention, so that the student recalls little of a long text: --keep 1/4 or --keep auto "
             "keeps it in some layers."
@@ -292,19 +292,19 @@ def _kept(plan: Plan) -> str:
         longest = getattr(plan.student, "full_attention_window", None)
         reach = f", of the last {longest:,} tokens" if longest else ""
         return f"key-value heads {', '.join(named)} (layer/head){reach}"
-    layers = ", ".join(map(str, plan.kept)) or "none"
+    layers = ", ".join(map(str, plan.kept_layers)) or "none"
     return layers if plan.keep.kind == "layers" else f"{layers} ({plan.keep})"
 
 
 def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    if plan.ranked:
-        yield "attention kept", f"in {plan.ranked} layers"
+    if plan.num_layers_to_rank:
+        yield "attention kept", f"in {plan.num_layers_to_rank} layers"
         yield "", f"ranked by their heads' {HEAD_SCORES[plan.keep.ranking]}"
-    elif plan.ranked_heads:
-        yield "attention kept", f"in {plan.ranked_heads} key-value heads"
+    elif plan.num_heads_to_rank:
+        yield "attention kept", f"in {plan.num_heads_to_rank} key-value heads"
         yield "", f"ranked by their {HEAD_SCORES[plan.keep.ranking]}"
     elif plan.recipe.to is not None:
-        layers = ", ".join(map(str, plan.kept)) or "in no layer"
+        layers = ", ".join(map(str, plan.kept_layers)) or "in no layer"
         yield (
             "attention kept",
             _kept(plan) if getattr(plan.student, "full_attention_heads", None) else layers,

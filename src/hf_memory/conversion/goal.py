@@ -64,7 +64,7 @@ def smallest_student(
         plan for plan in (resolve(x, teacher.config, tokens) for x in wanted) if not plan.is_exact
     ]
     distinct = {
-        (plan.ranked_heads, str(plan.recipe.options)): plan for plan in reversed(plans)
+        (plan.num_heads_to_rank, str(plan.recipe.options)): plan for plan in reversed(plans)
     }  # least share first
     plans = list(distinct.values())
     observed = quantized or teacher

@@ -71,7 +71,7 @@ class Plan:
         is_final: whether nothing is left for `choose` to decide.
         goal: the goal of the recipe that `choose` has yet to meet; the recipe of a plan has none.
         is_exact: whether the student equals its teacher before any training.
-        window: tokens of the longest window before fine-tuning.
+        training_length: tokens of the longest window before fine-tuning.
         teacher_parameters: number of the teacher's parameters; 0 in fine-tuning, which has none.
         quantized_parameters: number of the teacher's parameters that are quantised.
     """
@@ -85,7 +85,7 @@ class Plan:
     choice: Choice = NOTHING
     is_final: bool = True
     is_exact: bool = True
-    window: int = 0
+    training_length: int = 0
     teacher_parameters: int = 0
     quantized_parameters: int = 0
     targets: float = 1.0
@@ -120,17 +120,17 @@ class Plan:
         return stage.schedule.tokens * (scorer + 3 * self.student_parameters)
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def kept_layers(self) -> tuple[int, ...]:
         """The layers that keep the teacher's attention, without those that a ranking has yet to choose."""
         return () if self._awaits_ranking else self.choice.layers
 
     @property
-    def ranked(self) -> int:
+    def num_layers_to_rank(self) -> int:
         """The number of layers that a ranking has yet to choose."""
         return len(self.choice.layers) if self._awaits_ranking else 0
 
     @property
-    def ranked_heads(self) -> int:
+    def num_heads_to_rank(self) -> int:
         """The number of key-value heads that a ranking has yet to choose."""
         return len(self.choice.heads) if self._awaits_ranking else 0
 
@@ -139,7 +139,7 @@ class Plan:
         return self.keep.is_ranked and not self.is_final
 
     @property
-    def chosen(self) -> list[HeadScore]:
+    def chosen_heads(self) -> list[HeadScore]:
         """The heads that a ranking has chosen to keep everything, with their scores, the best first."""
         return [x for x in self.choice.scores if (x.layer, x.head) in self.choice.heads]
 
@@ -149,7 +149,7 @@ class Plan:
         recipe = {
             x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name not in apart
         }
-        kept: Any = str(self.keep) if self.keep.is_ranked else self.kept
+        kept: Any = str(self.keep) if self.keep.is_ranked else self.kept_layers
         if self.goal is not None:
             kept = f"goal {self.goal:g}"
         return recipe | {"keep": kept, **self.recipe.options, **run.training}
@@ -214,12 +214,12 @@ def resolve(
         recipe = replace(recipe, train="all" if has_memory else "attention")
     if not has_new_parts:
         recipe = replace(recipe, distillation=recipe.distillation._replace(memory_factor=1.0))
-    window = _window(recipe, teacher, config, tokens)
-    if (sinks := getattr(config, "num_sink_tokens", 0)) >= window:
+    training_length = _training_length(recipe, teacher, config, tokens)
+    if (sinks := getattr(config, "num_sink_tokens", 0)) >= training_length:
         raise ValueError(
-            f"num_sink_tokens must be fewer than the {window} tokens of a training window, got {sinks}"
+            f"num_sink_tokens must be fewer than the {training_length} tokens of a training window, got {sinks}"
         )
-    exact = is_exact(config, teacher, window)
+    exact = is_exact(config, teacher, training_length)
     if exact and not is_final and keep_of(recipe).kind == "auto":
         raise ValueError(
             "keep must not be auto for a student that equals its teacher whatever layers it keeps"
@@ -234,7 +234,7 @@ def resolve(
         choice=choice,
         is_final=is_final,
         is_exact=exact,
-        window=window,
+        training_length=training_length,
         teacher_parameters=_count(whole),
         quantized_parameters=num_quantized(scores or whole) if recipe.teacher_bits else 0,
         scorer=scorer,
@@ -288,7 +288,7 @@ def _check_models(
         )
 
 
-def _window(
+def _training_length(
     recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Text | Tensor
 ) -> int:
     """Tokens of the longest window before fine-tuning, after a check that both models can read it."""

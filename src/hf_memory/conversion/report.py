@@ -103,7 +103,7 @@ def results_of(
         window=longest_window(plan.student),
         serving=tuple(ways_to_serve(plan.student)),
         heads=plan.choice.scores,
-        chosen=tuple(plan.chosen),
+        chosen=tuple(plan.chosen_heads),
     )
 
 

@@ -39,7 +39,7 @@ def untrained_student(
     student = build(plan.student, teacher, plan.recipe.seed)
     student.to(observed.device)  # type: ignore[arg-type]
     weights = start_near(
-        student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact
+        student, teacher, tokens, plan.training_length, observed=observed, is_exact=plan.is_exact
     )
     return student, weights
 

@@ -13,7 +13,7 @@ from hf_memory.modeling import (
     titans,
     transformer,
 )
-from hf_memory.modeling.gates import register_gate
+from hf_memory.modeling.gate_registration import register_gate
 from hf_memory.modeling.registration import (
     AUTO_CLASSES,
     IMPORTED,
