@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from cases import CASE, go_on, make_config, make_model, random_tokens, read
+from cases import CASE, SIZES, go_on, make_config, make_model, random_tokens, read
 from comparing import assert_close
 from hf_memory.cache import state_bytes
+from hf_memory.conversion import Recipe, convert
+from hf_memory.conversion.recipe import Schedule
 from hf_memory.evaluation import cache_bytes
 
 NAMES = [name for name in CASE if name.endswith("-bits")]
@@ -139,3 +141,17 @@ def test_a_deltaformer_learns_with_rounding(name):
         model(tokens, labels=tokens).loss.backward()
         gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
     assert (gradients[1] - gradients[0]).norm() < 0.2 * gradients[0].norm()
+
+
+def test_a_student_has_bits_of_heads_that_a_conversion_chooses():
+    torch.manual_seed(0)
+    teacher = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    bits = {"full_attention_heads": 4, "window": 8}
+    options = {"cache_bits": bits, "sliding_window": 8, "num_kept_tokens": 8, "kept_block_size": 8}
+    schedule = Schedule(2, 1e-3, batch_size=1, length=64)
+    recipe = Recipe(keep="heads:1/4", options=options, distillation=schedule)
+    student = convert(teacher, torch.randint(2, 64, (2000,)), recipe).student
+    specs = student.config.state_specs
+    assert any(student.config.full_attention_heads)
+    assert {x.bits for spec in specs for name, x in spec.items() if name == "full_keys"} == {4}
+    assert {x.bits for spec in specs for name, x in spec.items() if name == "keys"} == {8}

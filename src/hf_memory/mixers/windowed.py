@@ -145,11 +145,8 @@ class WindowedMixer(MemoryMixer):
 
     @classmethod
     def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
-        """See `Projections.kinds_in_bits`."""
-        full = config.full_attention_heads[layer_idx] if config.full_attention_heads else []
-        has_window = len(full) < config.num_key_value_heads
-        kinds = {"full_attention_heads": bool(full), "window": has_window}
-        return tuple(kind for kind, is_here in kinds.items() if is_here)
+        """See `Projections.kinds_in_bits`; also without full heads, which a conversion chooses later."""
+        return "window", "full_attention_heads"
 
     @classmethod
     def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
