@@ -1,5 +1,6 @@
 """The contract tests see the faults that transformers' own test-suite does not: each is planted, and one must fail."""
 
+import math
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -15,10 +16,12 @@ import test_cache
 import test_cache_argument
 import test_cache_bits
 import test_conversion
+import test_decoding
 import test_deltaformer
 import test_depth
 import test_forgetting
 import test_generation
+import test_inputs
 import test_loading
 import test_modeling
 import test_neural_memory
@@ -31,13 +34,15 @@ from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
 from forms import FORMS
 from hf_memory import cache, cache_argument, save_memory
 from hf_memory.cache import MemoryLayer
+from hf_memory.conversion import recipe
 from hf_memory.conversion.stages import distillation, trainer
-from hf_memory.evaluation import language, tasks
+from hf_memory.decoding import datastore
+from hf_memory.evaluation import counts, language, tasks
 from hf_memory.files import documents, tokenised
 from hf_memory.mixers import base, deltaformer, kv_eviction, pasts
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
-from hf_memory.modeling import depth, loading
+from hf_memory.modeling import checks, depth, loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
 from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.serving import memory_file
@@ -394,3 +399,37 @@ def test_bits_that_round_numbers_of_no_cache_alone_are_seen(monkeypatch):
         test_cache_bits.test_what_a_deltaformer_writes_depends_on_calls_by_less_than_rounding_changes(
             name
         )
+
+
+@pytest.mark.parametrize("theta", [0, -5.0, math.nan])
+def test_a_theta_that_gives_no_angles_and_is_taken_is_seen(theta, monkeypatch):
+    monkeypatch.setattr(checks, "ROPE_NUMBERS", ())
+    with pytest.raises(pytest.fail.Exception):
+        test_inputs.test_parameters_of_rope_that_give_no_angles_are_refused(
+            "local_rope_parameters", {"rope_type": "default", "rope_theta": theta}, "rope_theta"
+        )
+
+
+@pytest.mark.parametrize("message", [x for x in test_inputs.WRONG_MEASURES if "whole number" in x])
+def test_a_count_below_its_least_that_is_taken_is_seen(message, monkeypatch):
+    monkeypatch.setattr(counts, "check", lambda *given: None)
+    with pytest.raises(
+        (pytest.fail.Exception, AssertionError, RuntimeError, IndexError, ZeroDivisionError)
+    ):
+        test_inputs.test_measures_refuse_numbers_out_of_their_range(message)
+
+
+@pytest.mark.parametrize("name", ["steps", "length"])
+def test_a_fraction_in_a_schedule_that_is_taken_is_seen(name, monkeypatch):
+    monkeypatch.setattr(recipe, "check_type", lambda *given: None)
+    schedule = recipe.Schedule(4, 1e-3)._replace(**{name: 8.5})
+    with pytest.raises(pytest.fail.Exception):
+        test_inputs.test_a_recipe_of_wrong_types_is_refused(
+            {"transfer": schedule}, f"{name} of transfer must be int, got 8.5"
+        )
+
+
+def test_two_datastores_in_one_folder_that_are_both_written_are_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(datastore, "folder_lock", lambda *given: nullcontext())
+    with pytest.raises((pytest.fail.Exception, AssertionError)):
+        test_decoding.test_of_two_datastores_in_one_folder_one_is_refused(tmp_path)
