@@ -19,9 +19,11 @@ import test_conversion
 import test_decoding
 import test_deltaformer
 import test_depth
+import test_export
 import test_forgetting
 import test_generation
 import test_inputs
+import test_kv_eviction
 import test_loading
 import test_modeling
 import test_neural_memory
@@ -37,9 +39,10 @@ from hf_memory.cache import MemoryLayer
 from hf_memory.conversion import recipe
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.decoding import datastore
-from hf_memory.evaluation import counts, language, tasks
+from hf_memory.evaluation import counts, language, scores, tasks
+from hf_memory.export import exporting
 from hf_memory.files import documents, tokenised
-from hf_memory.mixers import base, deltaformer, kv_eviction, pasts
+from hf_memory.mixers import base, deltaformer, kv_eviction, pasts, windowed
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import checks, depth, loading
@@ -433,3 +436,23 @@ def test_two_datastores_in_one_folder_that_are_both_written_are_seen(monkeypatch
     monkeypatch.setattr(datastore, "folder_lock", lambda *given: nullcontext())
     with pytest.raises((pytest.fail.Exception, AssertionError)):
         test_decoding.test_of_two_datastores_in_one_folder_one_is_refused(tmp_path)
+
+
+@pytest.mark.parametrize("message", [x for x in test_inputs.WRONG_MEASURES if "tolerance" in x])
+def test_a_tolerance_that_is_no_part_of_a_score_and_is_taken_is_seen(message, monkeypatch):
+    monkeypatch.setattr(scores, "check", lambda *given: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_inputs.test_measures_refuse_numbers_out_of_their_range(message)
+
+
+@pytest.mark.parametrize("place", ["export", "student.gguf"])
+def test_two_exports_to_one_place_that_are_both_written_are_seen(place, monkeypatch, tmp_path):
+    monkeypatch.setattr(exporting, "folder_lock", lambda *given: nullcontext())
+    with pytest.raises((pytest.fail.Exception, OSError)):
+        test_export.test_of_two_exports_to_one_place_one_is_refused(place, tmp_path, monkeypatch)
+
+
+def test_a_virtual_token_that_kept_tokens_do_not_see_is_seen(monkeypatch):
+    monkeypatch.setattr(windowed, "joined_softmax", lambda attended, beside: attended)
+    with pytest.raises(AssertionError):
+        test_kv_eviction.test_a_layer_keeps_the_tokens_that_its_config_says("virtual token", [60])
