@@ -28,7 +28,7 @@ def in_words(text):
 
 
 @pytest.mark.parametrize(
-    ("command", "most"), [("convert", 22), ("evaluate", 15), ("fine-tune", 14)]
+    ("command", "most"), [("convert", 22), ("evaluate", 14), ("fine-tune", 14)]
 )
 def test_a_command_has_few_arguments(command, most):
     assert len(load(command).params) <= most

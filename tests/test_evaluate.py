@@ -41,7 +41,7 @@ TEXT = [
 ]
 WORDS = ["?", *"0123456789", *TEXT]
 KINDS = {"single": SINGLE, "multikey": MULTIKEY, "passkey": PASSKEY}
-SHORT = ["--lengths", 256, "--samples", 2, "--items", 2]
+SHORT = ["--lengths", 256, "--items", 2]
 
 
 def make_tokenizer():
@@ -81,7 +81,7 @@ def evaluate(run, folder, tmp_path, monkeypatch):
 
     def type_command(*flags, **settings):
         models = (folder / "student", "--against", folder / "teacher")
-        given = {"prompts": str(folder / "prompts.txt"), "max_new_tokens": 3}
+        given = {"prompts": str(folder / "prompts.txt"), "max_new_tokens": 3, "samples": 2}
         given |= {"measure-tokens": 2048, **settings}
         (tmp_path / "settings.yaml").write_text(yaml.safe_dump(given))
         code, *output = run(

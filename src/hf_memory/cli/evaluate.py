@@ -72,14 +72,6 @@ class MeasureFlags:
         ),
     ] = USUAL
     measure_tokens: MeasureTokens = 2**16
-    samples: Annotated[
-        int,
-        typer.Option(
-            help="Needles for each length, at depths from the beginning to the end of the context.",
-            min=2,
-            rich_help_panel=LONG,
-        ),
-    ] = 10
     items: Items = ITEMS
     score_lengths: Annotated[
         str,
@@ -89,6 +81,13 @@ class MeasureFlags:
         float,
         in_file("Part of the teacher's score by which that of a tie may be less.", min=0, max=1),
     ] = TOLERANCE
+    samples: Annotated[
+        int,
+        in_file(
+            "Needles for each length, at depths from the beginning to the end of the context.",
+            min=2,
+        ),
+    ] = 10
     seed: Annotated[int, in_file("Random seed for needles and scored questions.")] = 0
     prompts: Annotated[
         Path | None,
