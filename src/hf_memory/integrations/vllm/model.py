@@ -36,7 +36,6 @@ from hf_memory.integrations.vllm.placement import (
 from hf_memory.integrations.vllm.states import Pages, Reading, Shelf, readings
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.base import Projections
-from hf_memory.mixers.pasts import Everything
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 
@@ -227,7 +226,7 @@ class ModelForVLLM(nn.Module):
             name = NAME.format(i)
             mixer = layer.mixer
             if i in self.memories:
-                grows = isinstance(mixer, WindowedMixer) and isinstance(mixer.full_past, Everything)
+                grows = any(state.growth != "fixed" for state in mixer.spec.values())
                 heads = full_attentions(mixer, mixer.heads[1], numbers, cache) if grows else ()
                 layers[name] = Memory(mixer, i, shelf, heads)
                 continue
