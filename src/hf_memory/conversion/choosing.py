@@ -1,7 +1,10 @@
 """Choosing by a teacher's weights what keeps its attention, and how many older tokens layers keep."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
@@ -46,12 +49,25 @@ def choose(
     """
     if plan.is_final:
         return plan.choice
-    if run.checkpoints is None:
-        choice = _decided(teacher, tokens, plan, run, quantized)
-    else:
-        choice = _decided_once(teacher, tokens, plan, run, quantized)
+    decide = partial(_decided, teacher, tokens, plan, run, quantized)
+    choice = decide() if run.checkpoints is None else _decided_once(decide, run.checkpoints)
     (choice,) = broadcast_object_list([choice])
     return choice
+
+
+def final_plan(
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    plan: Plan,
+    run: Run,
+    *,
+    quantized: PreTrainedModel | None = None,
+) -> Plan:
+    """The plan with what `choose` decides, whose arguments these are; the plan itself if it is final."""
+    if plan.is_final:
+        return plan
+    choice = choose(teacher, tokens, plan, run, quantized=quantized)
+    return resolve(plan.recipe, plan.teacher, tokens, plan.scorer, choice=choice)
 
 
 def _decided(
@@ -80,24 +96,17 @@ def _decided(
     return choice
 
 
-def _decided_once(
-    teacher: PreTrainedModel,
-    tokens: Text | Tensor,
-    plan: Plan,
-    run: Run,
-    quantized: PreTrainedModel | None,
-) -> Choice:
+def _decided_once(decide: Callable[[], Choice], checkpoints: Path) -> Choice:
     """The choice, which a run that is resumed finds beside its checkpoints."""
-    assert run.checkpoints is not None
-    file = run.checkpoints / CHOICE
-    this_run = (run.checkpoints / FINGERPRINT).read_text(encoding="utf-8")
+    file = checkpoints / CHOICE
+    this_run = (checkpoints / FINGERPRINT).read_text(encoding="utf-8")
     if file.exists():
         before = json.loads(file.read_text(encoding="utf-8"))
         if before["run"] == this_run:
             return Choice.of_json(before["choice"])
-    choice = _decided(teacher, tokens, plan, run, quantized)
+    choice = decide()
     if processes().is_main_process:
-        with replaced(file) as partial:
+        with replaced(file) as new_file:
             content = {"run": this_run, "choice": choice.to_json()}
-            partial.write_text(json.dumps(content), encoding="utf-8")
+            new_file.write_text(json.dumps(content), encoding="utf-8")
     return choice

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.choosing import choose
+from hf_memory.conversion.choosing import final_plan
 from hf_memory.conversion.costs import check_memory
 from hf_memory.conversion.plan import Plan, Stage, check_run, check_space, resolve
 from hf_memory.conversion.recipe import Recipe
@@ -83,9 +83,7 @@ def convert(
         record_run(run.checkpoints, plan.describe(run) | models)
     if run.checkpoints:
         processes().wait_for_everyone()  # until the run is recorded
-    if not plan.is_final:
-        choice = choose(teacher, tokens, plan, run, quantized=quantized)
-        plan = resolve(plan.recipe, plan.teacher, tokens, plan.scorer, choice=choice)
+    plan = final_plan(teacher, tokens, plan, run, quantized=quantized)
     student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
     losses = {}
     for stage in plan.stages:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.choosing import choose
+from hf_memory.conversion.choosing import final_plan
 from hf_memory.conversion.convert import Conversion, convert
-from hf_memory.conversion.plan import Plan, resolve
+from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.report import Results, add_results, results_of, write_model
 from hf_memory.conversion.request import Prepared, Request, device, prepare
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
@@ -113,7 +113,8 @@ def dry_run(request: Request, *, uses_weights: bool = True) -> Plan:
     if draft.is_final or (draft.goal is None and not (uses_weights and _is_loadable(prepared))):
         return draft
     models = load_models(request, draft)
-    return _final(prepared, models)
+    run = replace(prepared.request.run, checkpoints=None)
+    return final_plan(models.teacher, prepared.tokens, draft, run, quantized=models.quantized)
 
 
 def load_models(request: Request, plan: Plan) -> Models:
@@ -134,14 +135,6 @@ def load_models(request: Request, plan: Plan) -> Models:
         scorer.to(place)  # type: ignore[arg-type]
     teacher.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
     return Models(teacher, quantized, scorer)
-
-
-def _final(prepared: Prepared, models: Models) -> Plan:
-    """The final plan of a dry run."""
-    draft = prepared.draft
-    run = replace(prepared.request.run, checkpoints=None)
-    choice = choose(models.teacher, prepared.tokens, draft, run, quantized=models.quantized)
-    return resolve(draft.recipe, draft.teacher, prepared.tokens, draft.scorer, choice=choice)
 
 
 def _is_loadable(prepared: Prepared) -> bool:
