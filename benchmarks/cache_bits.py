@@ -41,14 +41,17 @@ STUDENTS = (  # how many times the kept tokens of the recipe, and bits
 TEACHERS = (8, 4)
 
 
-def distances(teacher: PreTrainedModel, model: PreTrainedModel, tokens: Tensor) -> dict[str, float]:
-    """KL from the teacher in nats a token: of all tokens, and of the last half of each text."""
-    found = []
-    for text in tokens.view(-1, 1, LENGTH):
-        expected = teacher(text).logits.float().log_softmax(-1)
-        given = model(text).logits.float().log_softmax(-1)
-        found.append((expected.exp() * (expected - given)).sum(-1))
-    kl = torch.cat(found)
+def predictions(model: PreTrainedModel, text: Tensor) -> Tensor:
+    """Logarithms of the probabilities of the next token, after each token of a text [1, T]."""
+    return model(text).logits.float().log_softmax(-1)
+
+
+def distances(
+    expected: list[Tensor], model: PreTrainedModel, texts: list[Tensor]
+) -> dict[str, float]:
+    """KL from what a teacher predicts, in nats a token: of all tokens, and of the last half of each text."""
+    pairs = ((x, predictions(model, text)) for x, text in zip(expected, texts, strict=True))
+    kl = torch.cat([(x.exp() * (x - given)).sum(-1) for x, given in pairs])
     return {"kl": kl.mean().item(), "kl_last_half": kl[:, LENGTH // 2 :].mean().item()}
 
 
@@ -85,7 +88,9 @@ def main() -> None:
     file = str(real_teacher.fetch_teacher("smollm2"))
     teacher = load_teacher(file).float().eval()
     text = real_teacher.fetch_text().read_text(encoding="utf-8")[-HELD_OUT:]
-    tokens = load_tokenizer(file)(text, return_tensors="pt").input_ids[0, : TEXTS * LENGTH]
+    tokens = load_tokenizer(file)(text, return_tensors="pt").input_ids[:, : TEXTS * LENGTH]
+    texts = list(tokens.split(LENGTH, 1))
+    expected = [predictions(teacher, x) for x in texts]
     whole = bytes_in_16_bits(kv_cache_bytes, teacher.config)
     rows = []
     models = {times: student_of(teacher, times) for times in {times for times, _ in STUDENTS}}
@@ -94,7 +99,7 @@ def main() -> None:
     for name, model, bits in named:
         model.config.cache_bits = bits
         part = bytes_in_16_bits(cache_bytes, model.config) / whole
-        rows.append({"model": name, "bits": bits or 16, **distances(teacher, model, tokens)})
+        rows.append({"model": name, "bits": bits or 16, **distances(expected, model, texts)})
         rows[-1]["part_of_cache"] = part
         print(json.dumps(rows[-1]), flush=True)
         RESULT.write_text(

@@ -246,24 +246,17 @@ def model(device: str, name: str, whose: str) -> Iterator[dict]:
     length = 2048 if device != "cpu" else 16
     tokens = torch.randint(1000, (4, length), device=device)
 
-    def train() -> None:
-        made(input_ids=tokens, labels=tokens).loss.backward()
-        made.zero_grad()
-
     row = {
         "model": name,
         "whose": whose or "ours",
         "parameters": sum(x.numel() for x in made.parameters()),
     }
-    yield {**row, "what": "training step", "ms": milliseconds(train, device)}
+    yield {**row, "what": "training step", "ms": training_step(made, tokens, device)}
     with torch.no_grad():
         prompt = tokens.view(1, -1)
-        yield {
-            **row,
-            "what": "prompt",
-            "ms": milliseconds(lambda: made(prompt, use_cache=True, logits_to_keep=1), device),
-        }
-        cache = cache_of(made(prompt, use_cache=True))
+        read = partial(made, use_cache=True, logits_to_keep=1)
+        yield {**row, "what": "prompt", "ms": milliseconds(lambda: read(prompt), device)}
+        cache = cache_of(read(prompt))
         step = lambda: made(prompt[:, :1], **{CACHE: cache}, use_cache=True)  # noqa: E731
         yield {**row, "what": "token", "ms": milliseconds(step, device)}
 
@@ -307,12 +300,8 @@ def student(device: str, name: str) -> Iterator[dict]:
     length = 8192 if device != "cpu" else 300
     tokens = torch.randint(1000, (1, length), device=device)
 
-    def train() -> None:
-        made(input_ids=tokens, labels=tokens).loss.backward()
-        made.zero_grad()
-
     row = {"model": name, "tokens": length}
-    yield {**row, "what": "training step", "ms": milliseconds(train, device)}
+    yield {**row, "what": "training step", "ms": training_step(made, tokens, device)}
     with torch.no_grad():
         read = partial(made, use_cache=True, logits_to_keep=1)
         yield {**row, "what": "prompt", "ms": milliseconds(lambda: read(tokens), device)}
@@ -339,6 +328,16 @@ def token_after(read: Callable, prompt: Tensor, device: str) -> dict:
         return {**row, "ms_in_a_graph": milliseconds(captured(step).replay, device)}
     except Exception as error:  # the row is of use without the graph
         return {**row, "graph_failed": f"{type(error).__name__}: {error}"[:300]}
+
+
+def training_step(model: Any, tokens: Tensor, device: str) -> float:
+    """Milliseconds of the loss of a language model and its gradients."""
+
+    def train() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        model.zero_grad()
+
+    return milliseconds(train, device)
 
 
 def captured(step: Callable) -> torch.cuda.CUDAGraph:

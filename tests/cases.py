@@ -53,6 +53,20 @@ PRODUCT_KEYS = {
 FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
 WINDOW = {"layer_types": ["sliding_memory"] * 2, "sliding_window": 4}
 SINKS = {"sliding_window": 4, "attention_sinks": True}
+KEPT_TOKENS = {
+    "layer_types": ["sliding_heads"] * 2,
+    "sliding_window": 2,
+    "num_sink_tokens": 1,
+    "num_kept_tokens": [3, 2],
+    "kept_block_size": 3,
+    "full_attention_heads": [[], [1]],
+}
+VIRTUAL_TOKEN = {
+    "layer_types": ["sliding_heads"] * 2,
+    "sliding_window": 4,
+    "virtual_token": True,
+    "full_attention_heads": [[1], []],
+}
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
 PAST = {
@@ -473,14 +487,7 @@ CASES = (
     Case(
         "attention-kept",
         "hf_memory_transformer",
-        {
-            "layer_types": ["sliding_heads"] * 2,
-            "sliding_window": 2,
-            "num_sink_tokens": 1,
-            "num_kept_tokens": [3, 2],
-            "kept_block_size": 3,
-            "full_attention_heads": [[], [1]],
-        },
+        KEPT_TOKENS,
     ),
     Case(
         "attention-sinks",
@@ -490,12 +497,7 @@ CASES = (
     Case(
         "attention-virtual",
         "hf_memory_transformer",
-        {
-            "layer_types": ["sliding_heads"] * 2,
-            "sliding_window": 4,
-            "virtual_token": True,
-            "full_attention_heads": [[1], []],
-        },
+        VIRTUAL_TOKEN,
     ),
     Case(
         "linear-window-bits",
@@ -512,15 +514,7 @@ CASES = (
     Case(
         "attention-kept-bits",
         "hf_memory_transformer",
-        {
-            "layer_types": ["sliding_heads"] * 2,
-            "sliding_window": 2,
-            "num_sink_tokens": 1,
-            "num_kept_tokens": [3, 2],
-            "kept_block_size": 3,
-            "full_attention_heads": [[], [1]],
-            "cache_bits": {"full_attention_heads": 4, "window": 8},
-        },
+        {**KEPT_TOKENS, "cache_bits": {"full_attention_heads": 4, "window": 8}},
     ),
     Case(
         "attention-sinks-bits",
@@ -530,13 +524,7 @@ CASES = (
     Case(
         "attention-virtual-bits",
         "hf_memory_transformer",
-        {
-            "layer_types": ["sliding_heads"] * 2,
-            "sliding_window": 4,
-            "virtual_token": True,
-            "full_attention_heads": [[1], []],
-            "cache_bits": 8,
-        },
+        {**VIRTUAL_TOKEN, "cache_bits": 8},
     ),
     Case(
         "transformer-bits",

@@ -68,7 +68,7 @@ def _check_keys(of_queries: Tensor | None, of_keys: Tensor | None) -> None:
     """Refuse boundaries of keys that are not those of queries, since these alone are read."""
     if of_keys is None or is_tracing(of_keys):
         return
-    if of_queries is None or of_queries.tolist() != of_keys.tolist():
+    if of_queries is None or not torch.equal(of_queries, of_keys.to(of_queries)):
         queries = None if of_queries is None else of_queries.tolist()
         raise ValueError(
             f"cu_seq_lens_k must be the same as cu_seq_lens_q={queries}, got {of_keys.tolist()}"
