@@ -458,6 +458,10 @@ def test_files_have_what_single_engines_want(tmp_path):
     }.items() <= config.items()
     assert not any(name.endswith("o_proj.bias") for name in weights)
     compile((tmp_path / "qwen3_5" / config["model_file"]).read_text(), "model of mlx-lm", "exec")
+    config, _ = written(Case("", TRANSFORMER, {**SINKS, **WINDOWS}), "granite_swa")
+    compile(
+        (tmp_path / "granite_swa" / config["model_file"]).read_text(), "model of mlx-lm", "exec"
+    )
     config, _ = written(Case("", DELTANET, {**GDN, **QWEN3, **ALTERNATING}), "alternating")
     assert "full_attention_interval" not in config
     config, weights = written(

@@ -12,6 +12,78 @@ from hf_memory.modeling.transformer import MemoryTransformerConfig
 NO_SINK = -1e30  # the logit of a sink without any share
 FREE = ("attention_bias", "attention_output_bias", "mlp_bias", "hidden_act", "memory_rope")
 FREE += ("embedding_multiplier", "residual_multiplier")
+MLX = '''"""Granite with windows and sinks, which mlx-lm does not have: its Granite, with other attention."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models import granite
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.rope_utils import initialize_rope
+
+
+@dataclass(kw_only=True)
+class ModelArgs(granite.ModelArgs):
+    head_dim: int
+    sliding_window: int | None
+    layer_types: list[str]
+    layer_rope_theta: list[float]
+    rope_parameters: dict
+
+
+class Attention(nn.Module):
+    def __init__(self, args: ModelArgs, layer: int):
+        super().__init__()
+        D = args.head_dim
+        queries = args.num_attention_heads * D
+        keys = args.num_key_value_heads * D
+        self.q_proj = nn.Linear(args.hidden_size, queries, bias=args.attention_bias)
+        self.k_proj = nn.Linear(args.hidden_size, keys, bias=args.attention_bias)
+        self.v_proj = nn.Linear(args.hidden_size, keys, bias=args.attention_bias)
+        self.o_proj = nn.Linear(queries, args.hidden_size, bias=args.attention_bias)
+        self.sinks = mx.zeros(args.num_attention_heads)
+        self.heads = args.num_attention_heads, args.num_key_value_heads
+        self.scale = args.attention_multiplier
+        self.window = args.sliding_window if args.layer_types[layer] == "sliding_attention" else None
+        theta = args.layer_rope_theta[layer]
+        longest = args.max_position_embeddings
+        self.rope = initialize_rope(D, theta, False, args.rope_parameters, longest) if theta else None
+
+    def __call__(self, x, mask=None, cache=None):
+        """The mask that is given is the same for all layers, so each makes its own."""
+        mask = create_attention_mask(x, cache, window_size=self.window)
+        q = self._heads(self.q_proj(x), self.heads[0])
+        k = self._heads(self.k_proj(x), self.heads[1])
+        v = self._heads(self.v_proj(x), self.heads[1])
+        if self.rope is not None:
+            offset = 0 if cache is None else cache.offset
+            q = self.rope(q, offset=offset)
+            k = self.rope(k, offset=offset)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)
+        sinks = self.sinks.astype(q.dtype)
+        o = scaled_dot_product_attention(q, k, v, cache=cache, scale=self.scale, mask=mask, sinks=sinks)
+        return self.o_proj(o.swapaxes(1, 2).flatten(-2))
+
+    @staticmethod
+    def _heads(x, count: int):
+        return x.reshape(*x.shape[:2], count, -1).swapaxes(1, 2)
+
+
+class Model(granite.Model):
+    def __init__(self, args: ModelArgs):
+        super().__init__(args)
+        for i, layer in enumerate(self.layers):
+            layer.self_attn = Attention(args, i)
+
+    def make_cache(self):
+        windows = [layer.self_attn.window for layer in self.layers]
+        return [RotatingKVCache(max_size=window) if window else KVCache() for window in windows]
+'''
+FILES = {"mlx_model.py": MLX}
+ROPE_OF_MLX = ("default", "linear", "llama3")
 
 
 class GraniteSWA(Target):
@@ -23,6 +95,7 @@ class GraniteSWA(Target):
     layer_types = dict.fromkeys(("sliding_heads", "sliding_attention"), "sliding_attention")
     layer_types |= {"full_attention": "full_attention"}
     has_our_attention = True
+    files = FILES
 
     def check(self, config: MemoryTransformerConfig) -> list[str]:
         partial = config.rotary_dim != config.head_dim
@@ -72,8 +145,9 @@ class GraniteSWA(Target):
         return found
 
     def fields(self, config: MemoryTransformerConfig, theirs: PreTrainedConfig) -> dict:
-        """The RoPE field that some engines read."""
-        return {"rope_theta": theirs.rope_parameters["rope_theta"]}
+        """The RoPE field that some engines read, and the file for mlx-lm."""
+        (module,) = FILES
+        return {"rope_theta": theirs.rope_parameters["rope_theta"], "model_file": module}
 
     def engines(self, config: MemoryTransformerConfig) -> dict[str, str]:
         act = (
@@ -82,7 +156,9 @@ class GraniteSWA(Target):
         return {
             "transformers": "",
             "vLLM": act,
-            "llama.cpp": act or parts.llama_cpp_rope(config, "default", "llama3"),
+            "SGLang": act,
+            "llama.cpp": act or parts.rope_fault(config, "default", "llama3"),
+            "MLX": act or parts.rope_fault(config, *ROPE_OF_MLX),
         }
 
 

@@ -154,7 +154,7 @@ class Granite(Target):
     def engines(self, config: GatedLinearAttentionConfig) -> dict[str, str]:
         (n_groups, _, _), llama_cpp = (
             _sizes(config),
-            parts.llama_cpp_rope(config, "default", "llama3"),
+            parts.rope_fault(config, "default", "llama3"),
         )
         if parts.has_bias(config):
             llama_cpp = "its memory layers have no biases"

@@ -117,8 +117,8 @@ def our_attention(mixer: Weights, *, with_biases: bool) -> dict[str, Tensor]:
     return found
 
 
-def llama_cpp_rope(config: MemoryConfig, *supported: str) -> str:
-    """The reason why llama.cpp cannot rotate as a model does, where it has these types of RoPE; empty if it can."""
+def rope_fault(config: MemoryConfig, *supported: str) -> str:
+    """The reason why an engine that has these types of RoPE cannot rotate as a model does; empty if it can."""
     rope = config.rope_parameters["rope_type"]
     return "" if rope in supported else f"it has no rope of type {rope} for this architecture"
 

@@ -172,7 +172,7 @@ class Qwen35(Target):
         periodic = (
             "" if parts.interval(config) else "it needs attention in exactly every n-th layer"
         )
-        llama_cpp = parts.llama_cpp_rope(config, "default")
+        llama_cpp = parts.rope_fault(config, "default")
         return {
             "transformers": "",
             "vLLM": "",
