@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 
-.PHONY: demo smollm2 gemma3 test faults processors compatibility sanitize check bench claims engines docs
+.PHONY: demo smollm2 gemma3 test faults processors processor_default processor_avx2 compatibility sanitize check bench claims engines docs
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -23,21 +23,25 @@ smollm2: $(INSTALLED)  ## convert SmolLM2-135M-Instruct on two cores; goes on wh
 gemma3: $(INSTALLED)  ## the same with Gemma 3 270M, whose terms are at ai.google.dev/gemma/terms
 	$(BIN)/python examples/real_teacher.py gemma3
 
-test: $(INSTALLED)  ## all tests but those of faults, without network
-	$(BIN)/pytest --numprocesses 2 -m "not planted"
+test: $(INSTALLED)  ## all tests but those of faults and the full product of cases, without network
+	$(BIN)/pytest --numprocesses 2 --dist worksteal -m "not planted and not complete"
 
 faults: $(INSTALLED)  ## tests that plant faults: do the tests see them?
-	$(BIN)/pytest --numprocesses 2 -m planted
+	$(BIN)/pytest -m planted tests/test_planted_faults.py
 
-COMPARING := $(patsubst %,tests/test_%.py,cache deltaformer mixers modeling placement vllm_plugin)
+# Tests that compare two ways of computing; others call the same code, or compute nothing.
+COMPARING := $(patsubst %,tests/test_%.py,deltaformer mixers placement vllm_plugin)
+COMPARING += $(addprefix tests/test_modeling.py::test_,step_by_step_equals_full_forward \
+	any_split_of_a_prefill_equals_the_whole padded_rows_equal_rows_alone packed_rows_equal_rows_apart \
+	positions_that_jump_ahead_are_one_text a_row_in_chunks_has_the_gradients_of_the_whole \
+	gradient_checkpointing_changes_no_gradient backends_agree)
+COMPARING += $(addprefix tests/test_cache.py::test_,cropped_tokens_were_never_read rows_move_with_their_past)
 
-# The others trace, or import a package: no instructions differ.
-COMPUTING := not one_graph and not import_shadows
-# torch.compile's cache does not tell apart the instructions that code was compiled for.
-processors: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
-processors: $(INSTALLED)  ## tests that compare ways of computing, with the instructions of other processors
-	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/pytest --numprocesses 2 -k "$(COMPUTING)" $(COMPARING)
-	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest --numprocesses 2 -k "$(COMPUTING)" $(COMPARING)
+PROCESSORS := processor_default processor_avx2
+processors: $(PROCESSORS)  ## tests that compare ways of computing, with the instructions of other processors
+processor_default: export MKL_CBWR = COMPATIBLE
+$(PROCESSORS): processor_%: $(INSTALLED)
+	ATEN_CPU_CAPABILITY=$* $(BIN)/pytest -k "not kernels_equal_the_reference" $(COMPARING)
 
 compatibility:  ## contract tests with the oldest and the newest dependencies that pyproject.toml allows; installs them
 	$(PYTHON) .ci/compatibility.py

@@ -553,6 +553,20 @@ CASES = (
 
 CASE = {case.name: case for case in CASES}
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+def usually(usual):
+    """Parametrizes a test over every case, of which those that are not usual run once a week.
+
+    Args:
+        usual: cases, one for each way that the tested code can take.
+    """
+    marks = {case.name: pytest.mark.complete for case in CASES if case not in usual}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, marks=marks.get(case.name, ()), id=case.name) for case in CASES]
+    )
+
+
 FIRST_OF_FAMILY = {case.model_type: case for case in reversed(CASES)}.values()
 every_family = pytest.mark.parametrize(
     "case", FIRST_OF_FAMILY, ids=[case.name for case in FIRST_OF_FAMILY]
@@ -569,6 +583,28 @@ RECURRENT = [case for case in FIRST_OF_FAMILY if family_of(case).growth == "fixe
 every_recurrent_family = pytest.mark.parametrize(
     "case", RECURRENT, ids=[case.name for case in RECURRENT]
 )
+
+
+# What generates, saves or serves knows no mixer: it moves, copies, crops and fills caches, which differ in these ways.
+KIND_OF_CACHE = (
+    "linear-elu",  # a matrix
+    "linear-window-heads",  # a window that rolls, slots, and heads that keep everything
+    "linear-full",  # beside a cache of transformers that grows
+    "linear-sliding",  # and one that rolls
+    "deltaformer-window",  # states of both kinds in one model
+    "titans-mac",  # segments and chunks, whose ends do not meet
+    "retention-memory-layers",  # no states in the feed-forward part
+    "mosaic-full",  # states that grow
+    "transformer-memorizing",  # a store, and compressed tokens
+    "transformer-segments",  # text that stops at segments
+    "transformer-universal",  # one layer's states several times
+    "transformer-reversible",  # two streams
+    "rwkv7",  # the states of a feed-forward part, and values of the first layer
+    "log-linear-mamba2",  # one state for each level
+    "attention-kept-bits",  # kept tokens, in few bits
+    "attention-virtual",  # a virtual token
+)
+every_kind_of_cache = usually([CASE[name] for name in KIND_OF_CACHE])
 
 
 def make_config(case: Case, **options):

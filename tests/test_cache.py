@@ -10,6 +10,7 @@ from cases import (
     CASE,
     CASES,
     every_case,
+    every_kind_of_cache,
     every_recurrent_family,
     go_on,
     make_config,
@@ -164,12 +165,22 @@ def recorded(model, tokens, lengths):
 
 
 @every_case
+def test_cropped_tokens_were_never_read(case):
+    """The last pieces, and a part of a piece."""
+    check_crop(case, [4, 1, 3, 5], 7)
+
+
+@every_kind_of_cache
 @pytest.mark.parametrize(
     ("lengths", "n"),
     [([4, 9], 3), ([4, 9], 9), ([4, 1, 3, 5], 0), ([4, 1, 3, 5], 3), ([4] + 9 * [1], 9)],
     ids=["a part", "all", "nothing", "a part of a piece", "all tokens one by one"],
 )
-def test_cropped_tokens_were_never_read(case, lengths, n):
+def test_any_number_of_recorded_tokens_can_be_cropped(case, lengths, n):
+    check_crop(case, lengths, n)
+
+
+def check_crop(case, lengths, n):
     model = make_model(case).double()
     tokens = random_tokens(2, 13)
     word = random_tokens(2, 3, seed=1)
@@ -267,7 +278,7 @@ def test_more_than_was_recorded_cannot_be_cropped():
         cache.crop(-4)
 
 
-@every_case
+@every_kind_of_cache
 @pytest.mark.parametrize("copied", ["recording", "cropped"])
 def test_a_copied_recording_needs_no_model(case, copied):
     """Its rows move with it; whichever model comes next reads again what stays."""

@@ -12,12 +12,12 @@ from cases import (
     CASES,
     FIRST_OF_KIND,
     every_case,
-    family_of,
     generate,
     make_config,
     make_model,
     one_layer,
     random_tokens,
+    usually,
 )
 from comparing import assert_close
 
@@ -29,12 +29,7 @@ def prefill(model, tokens, max_cache_len=50):
     return cache
 
 
-COMPILED = [case for case in CASES if family_of(case).growth == "fixed" or case in FIRST_OF_KIND]
-
-
-@pytest.mark.parametrize(
-    "case", COMPILED, ids=[case.name for case in COMPILED]
-)  # growing states take long to trace
+@usually(FIRST_OF_KIND)
 def test_compiled_decoding_is_one_graph_and_equals_eager(case):
     """A sliding window's own cache becomes another graph once, when it is full."""
     graphs = []
@@ -149,9 +144,8 @@ def growths(case):
     return {(case.model_type, *sorted({state.growth for state in spec.values()})) for spec in specs}
 
 
-EXPORTED = [
-    case for i, case in enumerate(CASES) if growths(case) - set().union(*map(growths, CASES[:i]))
-]
+GROWTHS = [growths(case) for case in CASES]
+EXPORTED = [case for i, case in enumerate(CASES) if GROWTHS[i] - set().union(*GROWTHS[:i])]
 
 
 @pytest.mark.parametrize(

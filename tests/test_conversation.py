@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, DynamicCache, PreTrainedTokenizerFast, StaticCache
 
-from cases import CASE, SIZES, every_case, make_model, random_tokens, read
+from cases import CASE, SIZES, every_kind_of_cache, make_model, random_tokens, read
 from hf_memory import Conversation
 from hf_memory.cache_argument import cache_name
 from hf_memory.files import chat_template
@@ -151,7 +151,7 @@ def test_a_line_that_cannot_be_answered_is_not_part_of_the_talk(options, message
     talk.say("w9")
 
 
-@every_case
+@every_kind_of_cache
 def test_a_conversation_goes_on_from_its_cache(case):
     model = make_model(case).double()
     first = random_tokens(5)

@@ -7,8 +7,8 @@ from transformers import DynamicCache, pipeline
 from cases import (
     CASES,
     NEW,
-    every_case,
     every_family,
+    every_kind_of_cache,
     generate,
     make_model,
     random_tokens,
@@ -22,7 +22,7 @@ WAYS = {
 }
 
 
-@every_case
+@every_kind_of_cache
 @pytest.mark.parametrize("way", WAYS)
 def test_cache_changes_no_token(case, way):
     model = make_model(case).double()
@@ -33,7 +33,7 @@ def test_cache_changes_no_token(case, way):
     assert torch.equal(with_cache, without)
 
 
-@every_case
+@every_kind_of_cache
 @pytest.mark.parametrize("beams", [1, 3])
 def test_left_padded_batch_generates_what_its_rows_do(case, beams):
     model = make_model(case).double()
@@ -48,7 +48,7 @@ def test_left_padded_batch_generates_what_its_rows_do(case, beams):
     assert torch.equal(together, torch.cat(alone))
 
 
-@every_case
+@every_kind_of_cache
 def test_chunked_prefill_changes_no_token(case):
     model = make_model(case).double()
     tokens = random_tokens(2, 9)
@@ -61,7 +61,7 @@ def test_chunked_prefill_changes_no_token(case):
         )
 
 
-@every_case
+@every_kind_of_cache
 def test_embeddings_as_input_change_no_token(case):
     model = make_model(case).double()
     tokens = random_tokens(2, 5)
@@ -69,7 +69,7 @@ def test_embeddings_as_input_change_no_token(case):
     assert torch.equal(from_embeddings, generate(model, tokens)[:, 5:])
 
 
-@every_case
+@every_kind_of_cache
 def test_a_static_cache_changes_no_token(case):
     model = make_model(case).double()
     tokens = random_tokens(2, 5)
@@ -78,7 +78,7 @@ def test_a_static_cache_changes_no_token(case):
     )
 
 
-@every_case
+@every_kind_of_cache
 def test_a_conversation_continues_on_its_cache(case):
     model = make_model(case).double()
     first = random_tokens(1, 5)
@@ -113,7 +113,7 @@ def test_new_tokens_alone_need_a_mask_that_covers_those_that_were_read(case, new
         model.generate(tokens[:, 7:], past_key_values=read())
 
 
-@every_case
+@every_kind_of_cache
 def test_prompt_lookup_changes_no_token(case):
     model = make_model(case).double()
     for seed in range(2):
@@ -126,7 +126,7 @@ def test_prompt_lookup_changes_no_token(case):
         )
 
 
-@every_case
+@every_kind_of_cache
 def test_a_draft_model_changes_no_token(case):
     """The draft is the model with some noise, so that a part of what it says is right."""
     model = make_model(case).double()
@@ -146,7 +146,7 @@ def test_a_draft_model_changes_no_token(case):
         assert torch.equal(generate(model, prompt, assistant_model=draft), generate(model, prompt))
 
 
-@every_case
+@every_kind_of_cache
 def test_drafts_of_the_first_layers_change_no_token(case):
     model = make_model(case).double()
     tokens = random_tokens(1, 6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cases import CASE, CASES, make_model
+from cases import CASE, every_case, make_model
 from comparing import assert_close
 from hf_memory.mixers.base import MemoryMixer
 
@@ -16,10 +16,6 @@ def memories(case):
     return model, [
         layer.mixer for layer in model.model.layers if isinstance(layer.mixer, MemoryMixer)
     ]
-
-
-WITH_MEMORY = [case for case in CASES if memories(case)[1]]
-every_mixer = pytest.mark.parametrize("case", WITH_MEMORY, ids=[case.name for case in WITH_MEMORY])
 
 
 def read(case, *parts, rows=slice(None), mask=None, x=None):
@@ -41,7 +37,7 @@ def read(case, *parts, rows=slice(None), mask=None, x=None):
     return torch.cat(outputs, 1), cache.layers[mixer.layer_idx].read(), growing
 
 
-@every_mixer
+@every_case
 @torch.no_grad()
 def test_parts_leave_the_states_of_the_whole(case):
     (whole, states, _), (parts, after, _) = read(case, slice(T)), read(case, slice(7), slice(7, T))
@@ -49,7 +45,7 @@ def test_parts_leave_the_states_of_the_whole(case):
     assert_close(after, states)
 
 
-@every_mixer
+@every_case
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_what_stands_at_padding_reaches_nothing(case, side):

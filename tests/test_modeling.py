@@ -312,8 +312,9 @@ WIDE = {
 
 
 @every_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_save_and_load_change_nothing(case, dtype, tmp_path):
+def test_save_and_load_change_nothing(case, tmp_path):
+    """In low precision, in which some parameters stay wide."""
+    dtype = torch.bfloat16
     make_model(case).save_pretrained(tmp_path / "float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=dtype)
     model.save_pretrained(tmp_path)
@@ -494,6 +495,7 @@ def test_compiled_forward_is_one_graph(case):
     assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits)
 
 
+@pytest.mark.complete  # it compiles headers of C++ for twenty seconds, and depends on torch's version alone
 @torch.no_grad()
 def test_compiled_forward_runs_through_inductor():
     model = make_model(CASES[0], num_hidden_layers=1).double()
@@ -698,7 +700,10 @@ def test_plans_name_what_a_model_has(case):
 LEVELS = [
     case
     for case in CASES
-    if any(getattr(layer.mixer, "has_levels", False) for layer in make_model(case).model.layers)
+    if any(
+        getattr(make_config(case).mixer_class(i), "has_levels", False)
+        for i in range(len(make_config(case).layer_types))
+    )
 ]
 
 

@@ -14,7 +14,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
-from cases import CASE, every_case, generate, go_on, make_model, random_tokens, read
+from cases import (
+    CASE,
+    every_case,
+    every_kind_of_cache,
+    generate,
+    go_on,
+    make_model,
+    random_tokens,
+    read,
+)
 from hf_memory import load_memory, save_memory
 from hf_memory.serving import memory_file
 
@@ -195,7 +204,7 @@ def test_states_of_another_kind_of_number_are_refused(memory, dtype):
         load_memory(path, model)
 
 
-@every_case
+@every_kind_of_cache
 def test_a_memory_with_a_forged_number_of_texts_is_refused_where_it_is_read(case, tmp_path):
     model = make_model(case)
     path = tmp_path / "memory"
@@ -318,7 +327,7 @@ def test_a_full_disk_leaves_the_old_memory(memory):
     assert [p.name for p in path.parent.iterdir()] == ["memory"]
 
 
-@every_case
+@every_kind_of_cache
 def test_many_readers_of_one_prefix(case):
     model = make_model(case).double()
     prefix = random_tokens(1, 7)

@@ -7,7 +7,16 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from cases import CASES, every_case, every_family, generate, make_model, random_tokens
+from cases import (
+    CASES,
+    FIRST_OF_FAMILY,
+    every_case,
+    every_family,
+    generate,
+    make_model,
+    random_tokens,
+    usually,
+)
 from comparing import assert_close
 from hf_memory.conversion import Schedule, train
 from hf_memory.demo import sections
@@ -91,7 +100,7 @@ def test_lora_trains_saves_reloads_merges_and_generates(case, tmp_path):
     )
 
 
-@every_case
+@usually(FIRST_OF_FAMILY)  # every parameter of every case gets its gradient in other tests
 def test_every_mixer_learns_the_demos_text(case):
     text = torch.tensor(list("".join(sections())[:20_000].encode()))
     model = make_model(case, vocab_size=256, initializer_range=0.05)
