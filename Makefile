@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 
-.PHONY: demo smollm2 gemma3 test faults processors processor_default processor_avx2 compatibility sanitize check bench claims engines docs
+.PHONY: demo smollm2 gemma3 test complete faults processors processor_default processor_avx2 compatibility sanitize check bench claims engines docs
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -25,6 +25,9 @@ gemma3: $(INSTALLED)  ## the same with Gemma 3 270M, whose terms are at ai.googl
 
 test: $(INSTALLED)  ## all tests but those of faults and the full product of cases, without network
 	$(BIN)/pytest --numprocesses 2 --dist worksteal -m "not planted and not complete"
+
+complete: $(INSTALLED)  ## the full product of cases that other runs leave out; CI does so each week
+	$(BIN)/pytest --numprocesses 2 --dist worksteal -m complete
 
 faults: $(INSTALLED)  ## tests that plant faults: do the tests see them?
 	$(BIN)/pytest -m planted tests/test_planted_faults.py

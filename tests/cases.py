@@ -604,7 +604,8 @@ KIND_OF_CACHE = (
     "attention-kept-bits",  # kept tokens, in few bits
     "attention-virtual",  # a virtual token
 )
-every_kind_of_cache = usually([CASE[name] for name in KIND_OF_CACHE])
+CASES_OF_CACHES = [CASE[name] for name in KIND_OF_CACHE]
+every_kind_of_cache = usually(CASES_OF_CACHES)
 
 
 def make_config(case: Case, **options):

@@ -9,12 +9,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from cases import CASE, FIRST_OF_FAMILY, FIRST_OF_KIND, make_model, passes_gradients, random_tokens
+from cases import (
+    CASE,
+    CASES_OF_CACHES,
+    FIRST_OF_FAMILY,
+    make_model,
+    passes_gradients,
+    random_tokens,
+)
 from distributed_check import become, whole
 from hf_memory import context_parallel
 from test_own_losses import DIVISIBLE
 from test_own_losses import make as with_own_losses
 
+SPLIT = [*FIRST_OF_FAMILY, *(case for case in CASES_OF_CACHES if case not in FIRST_OF_FAMILY)]
 T = 13
 TOKENS = random_tokens(2, T)
 WEIGHTS = torch.randn(2, T, 64, dtype=torch.float64)
@@ -110,9 +118,9 @@ def compare_losses(models: dict, expected: dict) -> None:
 
 
 def main() -> None:
-    """Arguments: names of cases; default: one for each kind of layer whose gradients flow through states."""
+    """Arguments: names of cases; default: one for each kind of cache whose gradients flow through states."""
     torch.set_num_threads(1)
-    cases = [CASE[name] for name in sys.argv[1:]] or filter(passes_gradients, FIRST_OF_KIND)
+    cases = [CASE[name] for name in sys.argv[1:]] or filter(passes_gradients, SPLIT)
     models = {case.name: make_model(case).double() for case in cases}
     expected = {
         name: [of_rows(model, None, mask) for mask in (None, MASK)]

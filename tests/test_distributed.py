@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cases import CASES, FIRST_OF_FAMILY, FIRST_OF_KIND, SIZES, make_model, passes_gradients
+from cases import CASES, FIRST_OF_FAMILY, SIZES, make_model, passes_gradients
+from context_parallel_check import SPLIT
 from distributed_conversion import STAGES, convert_and_save
 from hf_memory.conversion import Run
 from hf_memory.conversion.students import STUDENTS
@@ -67,7 +68,7 @@ def test_rows_that_are_split_over_processes_equal_whole_ones():
         for line in printed
         if line.startswith(("rows/", "prefill/", "sharded/", "loss/"))
     )
-    expected = {f"rows/4/{case.name}" for case in filter(passes_gradients, FIRST_OF_KIND)}
+    expected = {f"rows/4/{case.name}" for case in filter(passes_gradients, SPLIT)}
     expected |= {
         f"{which}/{case.name}" for case in FIRST_OF_FAMILY for which in ("rows/2", "prefill/4")
     }
