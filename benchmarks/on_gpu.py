@@ -2,11 +2,12 @@
 
 Every row comes from a process of its own, with an end to its time: what fails there is a row with its message, and the
 others go on. In this order: is each kernel right (against the reference in float64: outputs, states and gradients, in
-two dtypes and head sizes; all cores compile at once, the first rows come after a minute); is it right on a second GPU;
-a decode step in a CUDA graph; students of a Transformer beside it; how fast is each op beside its floor, at two shapes,
-and for one token; whole models of 350 million parameters (a training step, a prompt, a token) beside a Llama; where the
-time of the slowest op goes. Last, where flash-linear-attention is installed, its ops beside ours at the first shape and
-its models: they tune themselves for minutes. Writes benchmarks/results/on_gpu.json after every row.
+two dtypes and head sizes, by the table of hf_memory.check; all cores compile at once, the first rows come after a
+minute); is it right on a second GPU; a decode step in a CUDA graph; students of a Transformer beside it; how fast is
+each op beside its floor, at two shapes, and for one token; whole models of 350 million parameters (a training step, a
+prompt, a token) beside a Llama; where the time of the slowest op goes. Last, where flash-linear-attention is installed,
+its ops beside ours at the first shape and its models: they tune themselves for minutes.
+Writes benchmarks/results/on_gpu.json after every row.
 
     python benchmarks/on_gpu.py --only right              # one part
     python benchmarks/on_gpu.py --device cpu              # all parts, tiny and with interpreted kernels: no measurement
@@ -32,29 +33,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 from transformers import StaticCache
 
 import decode
 import ops
 from hf_memory.cache_argument import CACHE, cache_of
+from hf_memory.check import CALLS, TOLERANCE, Size, difference, milliseconds
 from hf_memory.conversion import make_student
 from hf_memory.evaluation import cache_bytes
-from hf_memory.mixers.attention_blocks import Scores
-from hf_memory.mixers.base import Context
-from hf_memory.mixers.kv_eviction import KVEviction
-from hf_memory.ops import OPS
+from hf_memory.ops.dispatch import NO_KERNEL
 
 TURN = Path(tempfile.gettempdir()) / "hf_memory_on_gpu.lock"
 RESULT = Path(__file__).parent / "results" / "on_gpu.json"
 SECONDS = 570
-TOLERANCE = {
-    "float32": 1e-3,
-    "bfloat16": 3e-2,
-}  # of the largest number; products of float32 are in tf32x3
-NO_KERNEL = "has no kernel for this call"
 SIZES = ((128, "bfloat16"), (64, "float32"))  # channels of a head, and a dtype
-KEPT = ((128, "bfloat16"), (32, "float32"))  # the same where tokens are kept
 LENGTHS = ({"B": 2, "T": 200}, {"B": 1, "T": 1100})  # the second is cut into segments
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
 SMALL = (1, 32, 2, 16)  # in front of a fake device
@@ -99,17 +91,14 @@ class Job(NamedTuple):
         return 2 if self.part == "peers" or "fla" in self.given else 1
 
 
-def right(device: str, number: int, variant: int, channels: int, dtype: str) -> Iterator[dict]:
+def right(device: str, number: int, channels: int, dtype: str) -> Iterator[dict]:
     """The largest difference of a kernel from the reference, on the scale of the largest number of each tensor."""
-    op = OPS[number]
-    lengths = LENGTHS if device != "cpu" else ({"B": 1, "T": 20},)
-    for length in lengths:
-        example = op.example(**length, H=2, HV=4, K=channels, V=channels, **op.variants[variant])
-        if op.growth == "token":  # its kernels begin with nothing read
-            example |= {"initial_state": None, "mask": None}
-        row = {"op": op.name, **op.variants[variant], **length, "K": channels, "dtype": dtype}
+    call = CALLS[number]
+    for length in LENGTHS if device != "cpu" else ({"B": 1, "T": 20},):
+        size = Size(**length, H=2, HV=4, channels=channels, dtype=dtype)
+        row = {"op": call.name, **call.variant, **length, "K": channels, "dtype": dtype}
         try:
-            found = difference(op.op, example, dtype, device)
+            found = difference(call, size, device, "triton")
         except ValueError as error:
             if NO_KERNEL not in str(error):
                 raise
@@ -118,64 +107,11 @@ def right(device: str, number: int, variant: int, channels: int, dtype: str) -> 
             yield {**row, "error": found, "right": found < TOLERANCE[dtype]}
 
 
-def difference(op: Callable, example: dict, dtype: str, device: str) -> float:
-    """See `right`; the reference computes in float64 with the rounded inputs."""
-
-    def to(x: Any, kind: torch.dtype) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        x = x.detach().to(device)
-        return x.to(kind).requires_grad_() if x.is_floating_point() else x
-
-    rounded = tree_map(lambda x: to(x, getattr(torch, dtype)), example)
-    exact = tree_map(lambda x: to(x, torch.float64), rounded)
-    both = zip(results_of(op, rounded, "triton"), results_of(op, exact, "reference"))
-    pairs = [(a, b) for a, b in both if a is not None and b is not None and b.numel()]
-    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs)
-
-
-def results_of(op: Callable, arguments: dict, backend: str) -> list:
-    """Output, final state, and the gradients of all inputs."""
-    o, state = op(**arguments, output_final_state=True, backend=backend)
-    outputs = [x for x in tree_flatten((o, state))[0] if x is not None and x.is_floating_point()]
-    inputs = [
-        x for x in tree_flatten(arguments)[0] if isinstance(x, torch.Tensor) and x.requires_grad
-    ]
-    generator = torch.Generator(o.device).manual_seed(1)
-    loss = sum(
-        (x * torch.randn(x.shape, generator=generator, device=x.device)).sum() for x in outputs
-    )
-    return [*outputs, *torch.autograd.grad(loss, inputs, allow_unused=True)]
-
-
-def kept(device: str, channels: int, dtype: str) -> Iterator[dict]:
-    """Kept tokens as in `right`; in bfloat16, whose rounding changes decisions, there is room for all."""
-    dropping = dtype == "float32"
-    memory = (
-        KVEviction(32, 4, 76, 16, needs_mass=True)
-        if dropping
-        else KVEviction(64, 4, 172, 16, needs_mass=True)
-    )
-    generator = torch.Generator().manual_seed(0)
-    rows = {
-        name: torch.randn(2, 200, n, channels, generator=generator)
-        for name, n in (("q", 4), ("k", 2), ("v", 2))
-    }
-
-    def attend(q, k, v, backend: str, output_final_state: bool) -> tuple:
-        form = memory._replace(backend=backend)
-        return form.read_many(q, k, v, Scores(channels**-0.5), Context(None, None, None, {}))[0]
-
-    found = difference(attend, rows, dtype, device)
-    row = {"op": "kept tokens", "K": channels, "dtype": dtype}
-    yield {**row, "error": found, "right": found < TOLERANCE[dtype]}
-
-
 def second_gpu(device: str) -> Iterator[dict]:
     """Kernels on a GPU that is not the current one."""
     if torch.cuda.device_count() < 2:
         raise RuntimeError("there is one GPU at most")
-    for row in right("cuda:1", 0, 0, 64, "float32"):
+    for row in right("cuda:1", 0, 64, "float32"):
         yield {**row, "device": "cuda:1"}
 
 
@@ -348,17 +284,6 @@ def captured(step: Callable) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def milliseconds(call: Callable[[], Any], device: str) -> float:
-    """The median; in front of a fake device, of one call."""
-    if device == "cpu":
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-    from triton.testing import do_bench
-
-    return do_bench(call, return_mode="median")
-
-
 def shares(device: str, name: str, *shape: int) -> Iterator[dict]:
     """Where the time of an op goes, by kernel."""
     form = form_of(name)
@@ -370,7 +295,6 @@ def shares(device: str, name: str, *shape: int) -> Iterator[dict]:
 
 PARTS: dict[str, Callable[..., Iterator[dict]]] = {
     "right": right,
-    "kept": kept,
     "second GPU": second_gpu,
     "graph": graph,
     "compile": compile_only,
@@ -380,19 +304,20 @@ PARTS: dict[str, Callable[..., Iterator[dict]]] = {
     "shares": shares,
     "peers": peers,
 }
-AT_ONCE = ("right", "kept", "compile")  # jobs that compile most of the time
+AT_ONCE = ("right", "compile")  # jobs that compile most of the time
 
 
 def jobs_of(device: str) -> list[Job]:
     """All jobs but `shares`, in their order."""
-    kernels = [
-        (n, i) for n, op in enumerate(OPS) if op.has_kernels for i in range(len(op.variants))
-    ]
     sizes = SIZES if device != "cpu" else ((16, "float32"),)
     theirs = [name for name, (*_, config) in MODELS.items() if config and find_spec("fla")]
     return [
-        *(Job("right", (*kernel, *size), 120) for size in sizes for kernel in kernels),
-        *(Job("kept", size, 120) for size in KEPT if device != "cpu" or size[1] == "float32"),
+        *(
+            Job("right", (number, channels, dtype), 120)
+            for channels, dtype in sizes
+            for number, call in enumerate(CALLS)
+            if "triton" in call.forms and dtype in call.dtypes
+        ),
         *(Job("compile", (form.name,), 120) for form in ops.FORMS if device != "cpu"),
         Job("second GPU", (), 60),
         Job("graph", (), 60),

@@ -18,6 +18,7 @@ COMMANDS = {
     "datastore": "Build a datastore of a text, with which generate looks up similar contexts (kNN-LM).",
     "chat": "Chat with a model; the conversation is in its memory, which can be saved.",
     "export": "Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have.",
+    "check": "Compare the kernels with their definitions on this machine's GPU, or the forms for its CPU.",
     "info": "Show parameters, layers and the size of the cache.",
 }
 HELP = {"help_option_names": ["-h", "--help"]}

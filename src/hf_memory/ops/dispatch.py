@@ -14,6 +14,7 @@ from hf_memory.ops.layout import per_sequence
 
 Backend = Literal["auto", "reference", "chunk", "triton"]
 BACKENDS = ("auto", "reference", "chunk", "triton")
+NO_KERNEL = "has no kernel for this call"  # in messages of calls that kernels do not support
 MAX_KERNEL_DIM = (
     256  # largest number of key or value channels of a head for which there are kernels
 )
@@ -41,15 +42,13 @@ def choose_backend(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
-        has_kernels = (
-            q.is_cuda and kernel_refuses is None and triton_is_installed() and not _is_amd()
-        )
+        has_kernels = kernel_refuses is None and no_kernels_on(q.device) is None
         return "triton" if has_kernels else "chunk"
     if backend == "triton":
         if not triton_is_installed():
             raise ValueError("backend='triton' needs the triton package, which is not installed")
         if kernel_refuses is not None:
-            raise ValueError(f"backend='triton' has no kernel for this call: {kernel_refuses}")
+            raise ValueError(f"backend='triton' {NO_KERNEL}: {kernel_refuses}")
         from triton import knobs
 
         if not q.is_cuda and not knobs.runtime.interpret:
@@ -139,6 +138,15 @@ def _per_query(inputs: list, state: Any, HV: int) -> tuple[list, Any]:
     G = q.shape[2] // HV
     others = [x if x is None else x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in others]
     return [q, *others], tree_map(lambda x: x.repeat_interleave(G, 1), state)
+
+
+def no_kernels_on(device: torch.device | str) -> str | None:
+    """Why "auto" takes no kernels on a device, as a clause; None if it takes them where there are any."""
+    if torch.device(device).type != "cuda":
+        return "kernels need a CUDA device"
+    if not triton_is_installed():
+        return "the triton package is not installed"
+    return "kernels need NVIDIA GPUs" if _is_amd() else None
 
 
 def triton_is_installed() -> bool:
