@@ -134,7 +134,7 @@ def test_kernel_in_16_bits_loses_what_rounding_loses(op, variant):
 def test_segments_walked_at_once_equal_reference(op, variant, kind, monkeypatch):
     """With B = 2, or packed sequences of two heads, one empty and one of one token among them."""
     form = "diagonal_plus_rank_one" if "erase" in variant else op.name
-    T, length = (64, 32) if kind == "equal" else (40, 32)
+    T, length = (128, 64) if kind == "equal" else (40, 32)
     monkeypatch.setattr(kernels_of(form), "segment_length", lambda *sizes: length)
     arguments = make(op, variant, T=T, B=2, HV=1)
     packed = {}
