@@ -56,7 +56,7 @@ def test_a_form_that_is_wrong_is_named_with_what_to_do(fault, run, monkeypatch):
     assert code == 1
     (line,) = [line for line in out.splitlines() if line.startswith("WRONG")]
     assert FIRST.title in line
-    assert 'mixer_backend = "reference"' in line
+    assert 'mixer_backend="reference"' in line
     assert ("PassManager::run failed" in line) is (fault == "fails")
 
 
@@ -136,7 +136,7 @@ def test_on_a_gpu_kernels_are_timed_and_the_wrong_ones_have_a_way_around(run, mo
     wrong = [line for line in lines if line.startswith("WRONG")]
     assert len(wrong) == len([call for call in CALLS if call.name == "neural_memory"])
     assert all("float32 has an error of 5.0e-01" in line for line in wrong)
-    assert all('mixer_backend = "chunk"' in line for line in wrong)
+    assert all('mixer_backend="chunk"' in line for line in wrong)
 
 
 def test_every_kernel_is_in_the_table():

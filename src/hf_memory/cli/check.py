@@ -116,7 +116,7 @@ def say_result(found: dict[str, dict], seconds: float) -> None:
         )
         console.print(
             f"WRONG: {row['call']} in {row['dtype']} {fault}. Until it is mended, "
-            f'config.mixer_backend = "{INSTEAD[row["form"]]}" computes it in another form.',
+            f'from_pretrained(model, mixer_backend="{INSTEAD[row["form"]]}") takes another form.',
             soft_wrap=True,
         )
     raise typer.Exit(1)
