@@ -48,13 +48,13 @@ bpe.train_from_iterator(texts, sizes.vocab_size, special_tokens=[END], show_prog
 special = {"bos_token": END, "eos_token": END, "pad_token": END}
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **special)
 rows = pack([tokenizer.encode(text + END) for text in texts], sizes.length)
-
 width = sizes.hidden_size
 shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_attention_heads": width // 64}
 shape |= {"num_hidden_layers": sizes.num_layers, "vocab_size": len(tokenizer)}
 others = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 model = hf_memory.DeltaNetForCausalLM(hf_memory.DeltaNetConfig(gate="scalar", **shape, **others))
 print(f"{model.num_parameters():,} parameters, {len(rows):,} rows of {sizes.length} tokens")
+training.dataloader_pin_memory &= torch.cuda.is_available()
 trainer = Trainer(model, training, train_dataset=rows, processing_class=tokenizer)
 trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
 trainer.save_model()  # with the tokenizer

@@ -72,13 +72,13 @@ SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_windo
 PAST = {
     "past_window": 4,
     "sliding_window": 4,
-    "num_sink_tokens": 2,
     "segment_length": 4,
-    "memory_size": 6,
-    "memory_top_k": 2,
+    "compression_rate": 2,
+    "compressed_length": 3,
 }
-PAST |= {"compression_rate": 2, "compressed_length": 3}
-PATTERN = {"pattern_size": 4, "num_sink_tokens": 2, "num_summary_tokens": 2}
+STORE = {"memory_size": 6, "memory_top_k": 2}
+PATTERN = {"pattern_size": 4}
+SUMMARIES = {**PATTERN, "num_summary_tokens": 2}
 
 
 class Case(NamedTuple):
@@ -322,6 +322,7 @@ CASES = (
         "transformer-shaw",
         "hf_memory_transformer",
         {
+            "num_sink_tokens": 2,
             **PATTERN,
             "position": "relative",
             "max_relative_distance": 4,
@@ -331,7 +332,7 @@ CASES = (
     Case(
         "transformer-alibi",
         "hf_memory_transformer",
-        {**PATTERN, "position": "alibi", "pattern": ["linformer", "fixed_by_head"]},
+        {**SUMMARIES, "position": "alibi", "pattern": ["linformer", "fixed_by_head"]},
     ),
     Case(
         "transformer-learned",
@@ -347,6 +348,7 @@ CASES = (
         "transformer-infinite",
         "hf_memory_transformer",
         {
+            "num_sink_tokens": 2,
             **PAST,
             "past": ["infinite", "compressive"],
             "compression": "most_used",
@@ -356,7 +358,7 @@ CASES = (
     Case(
         "transformer-memorizing",
         "hf_memory_transformer",
-        {**PAST, "position": "distance_aware", "past": ["memorizing", "compressive"]},
+        {**PAST, **STORE, "position": "distance_aware", "past": ["memorizing", "compressive"]},
     ),
     Case(
         "transformer-buckets",
@@ -373,6 +375,7 @@ CASES = (
         "hf_memory_transformer",
         {
             **PAST,
+            **STORE,
             "past": ["compressive", "memorizing"],
             "compression": "max",
             "memory_join": "attention",
@@ -394,8 +397,10 @@ CASES = (
         "transformer-reversible",
         "hf_memory_transformer",
         {
-            **PATTERN,
-            **PAST,
+            "num_sink_tokens": 2,
+            "past_window": 4,
+            "segment_length": 4,
+            "sliding_window": 4,
             "depth": "reversible",
             "past": ["xl", "cache"],
             "layer_types": ["memory", "sliding_heads"],
@@ -409,13 +414,18 @@ CASES = (
     Case(
         "transformer-forget",
         "hf_memory_transformer",
-        {**PATTERN, **PAST, "position": "forget", "past": ["infinite", "cache"]},
+        {
+            "sliding_window": 4,
+            "num_sink_tokens": 2,
+            "position": "forget",
+            "past": ["infinite", "cache"],
+        },
     ),
     Case(
         "transformer-forget-heads",
         "hf_memory_transformer",
         {
-            **PATTERN,
+            "num_sink_tokens": 2,
             "position": "forget",
             "layer_types": ["sliding_heads", "memory"],
             "sliding_window": 4,
@@ -426,7 +436,8 @@ CASES = (
         "transformer-longformer",
         "hf_memory_transformer",
         {
-            **PATTERN,
+            "num_sink_tokens": 2,
+            **SUMMARIES,
             "position": "relative",
             "layer_types": ["sliding_heads", "memory"],
             "sliding_window": 4,
@@ -438,6 +449,7 @@ CASES = (
         "hf_memory_transformer",
         {
             **PAST,
+            **STORE,
             "past": ["memorizing", "compressive"],
             "memory_join": "softmax",
             "compression": "mean",
@@ -530,8 +542,9 @@ CASES = (
         "transformer-bits",
         "hf_memory_transformer",
         {
-            **PATTERN,
-            **PAST,
+            "num_sink_tokens": 2,
+            **SUMMARIES,
+            "sliding_window": 4,
             "past": ["cache", "infinite"],
             "pattern": ["fixed", "full"],
             "cache_bits": 8,
@@ -541,6 +554,7 @@ CASES = (
         "transformer-local-bits",
         "hf_memory_transformer",
         {
+            "num_sink_tokens": 2,
             **PATTERN,
             "position": "relative",
             "layer_types": ["sliding_heads", "memory"],

@@ -225,7 +225,10 @@ def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tokens", "documents", "targets"])
-def test_a_file_of_tokens_that_becomes_shorter_while_it_is_read_is_an_error(name, tmp_path):
+def test_a_large_file_of_tokens_that_becomes_shorter_while_it_is_read_is_an_error(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tokenised, "IN_MEMORY", 0)
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40)))
     text = read_tokens([file], make_tokenizer(), cache=tmp_path / "cache", assistant_only=True)
@@ -245,3 +248,18 @@ def test_a_file_of_tokens_that_becomes_shorter_while_it_is_read_is_an_error(name
     ):
         with pytest.raises(OSError, match=said):
             use()
+
+
+def test_a_file_of_tokens_that_becomes_shorter_after_it_was_checked_ends_no_process(
+    tmp_path, monkeypatch
+):
+    file = tmp_path / "a.txt"
+    file.write_text(" ".join(f"w{i % 60}" for i in range(20_000)))  # several pages of a disk
+    text = read_tokens([file], make_tokenizer(), cache=tmp_path / "cache")
+    places = torch.tensor([0, 15_000])
+    before = text.windows(places, 4)
+    (folder,) = (tmp_path / "cache").iterdir()
+    os.truncate(folder / "tokens", 0)
+    monkeypatch.setattr(Text, "check_files", lambda self: None)  # as if it came just before
+    assert torch.equal(text.windows(places, 4), before)
+    assert len(text.row(15_000, 8)["input_ids"]) == 8

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cases import PAST, PATTERN, SIZES
+from cases import PAST, SIZES, STORE, SUMMARIES
 from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.mixers.transformer import PASTS, PATTERNS
 from hf_memory.ops.gate_channels import UNIT
@@ -15,16 +15,17 @@ from hf_memory.ops.gate_channels import UNIT
 T = 2000
 LAST = 60
 STEPS = 20
-SHARED = {
-    **SIZES,
-    **PATTERN,
-    **PAST,
-    "num_hidden_layers": 1,
-    "max_span": 20,
-    "span_ramp": 4,
-    "position": "forget",
-}
-HEADS = {**SHARED, "layer_types": ["sliding_heads"], "sliding_window": 16}
+SHARED = {**SIZES, "num_hidden_layers": 1, "position": "forget"}
+OF_KINDS = {**SUMMARIES, **PAST, **STORE, "max_span": 20, "span_ramp": 4, "num_sink_tokens": 2}
+
+
+def with_sizes(**named):
+    """Options with a pattern or a past, and with the sizes that it has."""
+    (kind,) = ((PATTERNS | PASTS)[name] for name in named.values())
+    return SHARED | named | {name: x for name, x in OF_KINDS.items() if name in kind.options}
+
+
+HEADS = {**SHARED, "layer_types": ["sliding_heads"], "sliding_window": 16, "num_sink_tokens": 2}
 NAMED = {
     "heads": HEADS,
     "heads without first tokens": {**HEADS, "num_sink_tokens": 0},
@@ -37,8 +38,8 @@ NAMED = {
         "kept_block_size": 8,
         "full_attention_heads": [[1]],
     },
-    **{name: {**SHARED, "pattern": name} for name in PATTERNS},
-    **{name: {**SHARED, "past": name} for name in PASTS},
+    **{name: with_sizes(pattern=name) for name in PATTERNS},
+    **{name: with_sizes(past=name) for name in PASTS},
 }
 
 

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig, initialization
 from cases import SIZES
 from hf_memory import FAMILIES
 from hf_memory.mixers import windowed
+from hf_memory.mixers.transformer import PASTS, PATTERNS
 from hf_memory.modeling import delta_net, gated_linear_attention
 
 ROPE = {"rope_type": "default", "rope_theta": 10.0}
@@ -173,7 +174,7 @@ NAMES += [
     "routing",
     "routing_by_head",
 ]
-PATTERNS = [
+OF_PATTERNS = [
     *changes(pattern=NAMES, past=["xl", "compressive", "memorizing", "infinite"]),
     *changes({"pattern": "strided"}, pattern_size=[3]),
     *changes({"pattern": "dilated"}, dilation=[3]),
@@ -216,6 +217,7 @@ OWN_SIZES = {
         "memory_size": 6,
         "memory_top_k": 2,
         "max_relative_distance": 6,
+        "sliding_window": 4,
     },
 }
 OF_LAYERS = {
@@ -233,7 +235,7 @@ OF_FAMILIES = {
             attn_logit_softcapping=[0.5],
         ),
         *changes(position=["none", "relative", "forget"], depth=["universal", "reversible"]),
-        *PATTERNS,
+        *OF_PATTERNS,
     ],
     ("hf_memory_transformer", "sliding_heads"): [*OF_LAYERS["sliding_heads"], *TRANSFORMER],
     ("hf_memory_deltaformer", "memory"): [
@@ -364,7 +366,12 @@ class Layer:
 
     def __init__(self, family: str, **options):
         self.family = FAMILY[family]
-        self.base = {**SMALL, **OWN_SIZES.get(family, {}), **options}
+        self.base = {**SMALL, **options}
+        self.sizes = OWN_SIZES.get(family, {})
+        if family == "hf_memory_transformer" and options.get("layer_types", ["memory"]) == [
+            "memory"
+        ]:
+            del self.base["sliding_window"]
         self.configs: dict = {}
         self.found: dict = {}
 
@@ -379,9 +386,20 @@ class Layer:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*has no effect")
-                return self.family.config(**self.base | options)
+                return self.family.config(**self.base | self.sizes_for(options) | options)
         except (ValueError, UserWarning):
             return None
+
+    def sizes_for(self, options: dict) -> dict:
+        """Small sizes of what the options choose; others would have no effect."""
+        if self.family.config.model_type != "hf_memory_transformer":
+            return self.sizes
+        pattern = PATTERNS[options.get("pattern", "full")]
+        past = PASTS[options.get("past", "cache")]
+        names = {*pattern.options, *past.options}
+        if options.get("position") == "relative":
+            names.add("max_relative_distance")
+        return {name: x for name, x in self.sizes.items() if name in names}
 
     def takes(self, chosen: list[Change]) -> bool:
         """Whether changes go together."""
@@ -509,6 +527,12 @@ REFUSED = [
     ("rwkv7", {"residual_multiplier": 0.5}),
     ("rwkv7", {"norm_placement": "post"}),
     ("mosaic", {"norm_placement": "post"}),
+    ("transformer", {"num_sink_tokens": 2}),
+    ("transformer", {"num_sink_tokens": 2, "pattern": "strided"}),
+    ("transformer", {"num_sink_tokens": 2, "past": "xl"}),
+    ("transformer", {"pattern": "strided", "layer_types": ["sliding_heads"]}),
+    ("transformer", {"pattern": ["strided"], "layer_types": ["full_attention"]}),
+    ("transformer", {"past": "xl", "layer_types": ["sliding_heads"]}),
 ]
 
 
@@ -516,6 +540,24 @@ REFUSED = [
 def test_what_no_layer_would_use_is_refused_by_name(family, options):
     with pytest.raises(ValueError, match=f"({'|'.join(options)}) must be"):
         FAMILY[f"hf_memory_{family}"].config(**SMALL, **options)
+
+
+OF_KINDS = {name for kind in (*PATTERNS.values(), *PASTS.values()) for name in kind.options}
+OF_OTHERS = {"max_relative_distance", "halting_epsilon", "ponder_loss_weight"}
+VALUES = {
+    "compression": "mean",
+    "memory_join": "softmax",
+    "span_limits": [4],
+    "halting_epsilon": 0.3,
+    "ponder_loss_weight": 0.3,
+    "span_loss_weight": 0.3,
+}
+
+
+@pytest.mark.parametrize("name", sorted(OF_KINDS | OF_OTHERS))
+def test_an_option_of_a_pattern_or_a_past_that_no_layer_has_is_refused_or_warned_of(name):
+    layer = Layer("hf_memory_transformer")
+    assert not layer.takes([Change({name: VALUES.get(name, 3)})])
 
 
 def test_every_option_is_changed_or_has_a_reason():

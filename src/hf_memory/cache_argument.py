@@ -49,7 +49,7 @@ def named_cache(kwargs: dict[str, Any], name: str = "cache") -> dict[str, Any]:
     named = {}
     for key, value in kwargs.items():
         if key not in NAMES:
-            _check_no_cache(key, value)
+            check_no_cache(key, value)
             named[key] = value
         elif value is not None:
             if cache is not None and cache is not value:
@@ -62,7 +62,7 @@ def named_cache(kwargs: dict[str, Any], name: str = "cache") -> dict[str, Any]:
     return named
 
 
-def _check_no_cache(key: str, value: Any) -> None:
+def check_no_cache(key: str, value: Any) -> None:
     """Raise ValueError if an argument that is not named as a cache is one, by its type or by its name."""
     is_named = "cache" in key or "past" in key or key in OTHER_NAMES
     if isinstance(value, Cache) or (

@@ -26,6 +26,7 @@ from hf_memory.progress import Progress, silent
 
 BATCH = 2**20  # characters that a process tokenises at once, for which it needs about 150 MB
 PROCESSES = 16  # at most
+IN_MEMORY = 2**28  # largest number of bytes of a column that is read at once
 CHECKSUMS = "checksums.json"  # SHA-256 of each of the files beside it, by name
 FILES = {"tokens": torch.int32, "documents": torch.long, "targets": torch.bool}
 
@@ -96,9 +97,15 @@ def read_tokens(
             cache.mkdir(parents=True, exist_ok=True)
             with replaced(folder) as new:
                 _write(new, _read(sources, tokenizer, limit, assistant_only, report))
-        files = tuple(MappedFile.of(folder / name) for name in FILES)
-        columns = map(partial(_mapped, folder), FILES)
+        mapped = [folder / name for name in FILES if _is_mapped(folder / name)]
+        files = tuple(map(MappedFile.of, mapped))
+        columns = map(partial(_column, folder), FILES)
     tokens, begins, targets = columns
+    if len(tokens) != len(targets):
+        raise OSError(
+            f"{folder} must not change while it is read, got {len(tokens)} tokens and {len(targets)} targets; "
+            "start again, which reads the text again"
+        )
     start = torch.tensor(start_of(tokenizer), dtype=torch.long)
     return Text(
         tokens,
@@ -164,7 +171,7 @@ def _fault(folder: Path, tokenizer) -> str | None:
         with (folder / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != checksums.get(name):
                 return f"{name} was changed after it was written"
-    least, most = (int(x) for x in _mapped(folder, "tokens").aminmax())
+    least, most = (int(x) for x in _column(folder, "tokens").aminmax())
     largest = max(tokenizer.get_vocab().values())
     return (
         None
@@ -173,10 +180,25 @@ def _fault(folder: Path, tokenizer) -> str | None:
     )
 
 
-def _mapped(folder: Path, name: str) -> torch.Tensor:
-    """A column of tokens, of which only what is read is in memory."""
+def _is_mapped(file: Path) -> bool:
+    return file.stat().st_size > IN_MEMORY
+
+
+def _column(folder: Path, name: str) -> torch.Tensor:
+    """A column of tokens. Of a large file only what is read is in memory.
+
+    Reading a mapped file that has become shorter ends the process, however soon it was checked before; so small files
+    are read at once.
+    """
     file = folder / name
     dtype = FILES[name]
+    if not _is_mapped(file):
+        content = file.read_bytes()
+        if not content or len(content) % dtype.itemsize:
+            raise OSError(
+                f"{file} must have at least one number of {dtype.itemsize} bytes, got {len(content)} bytes"
+            )
+        return torch.frombuffer(bytearray(content), dtype=dtype)
     return torch.from_file(
         str(file), shared=False, size=file.stat().st_size // dtype.itemsize, dtype=dtype
     )

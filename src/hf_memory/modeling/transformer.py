@@ -1,6 +1,7 @@
 """The Memory Transformer: softmax attention with published positions, patterns, pasts and depths as options."""
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -142,14 +143,35 @@ class MemoryTransformerConfig(MemoryConfig):
     halting_epsilon: float = 0.01
     ponder_loss_weight: float = 0.01
 
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        for name, here in self._unused().items():
+            value = getattr(self, name)
+            if value != self.__dataclass_fields__[name].default:
+                warnings.warn(f"{name}={value!r} has no effect {here}", stacklevel=4)
+
+    def _unused(self) -> dict[str, str]:
+        """Sizes and factors that no layer reads, each with the options that they would need."""
+        known = {name for kind in (*PATTERNS.values(), *PASTS.values()) for name in kind.options}
+        unused = known - self.options_of_kinds - {"num_sink_tokens"}
+        if any(kind.startswith("sliding") for kind in self.layer_types):
+            unused.discard("sliding_window")
+        here = f"with pattern={self.pattern!r} and past={self.past!r}"
+        found = dict.fromkeys(sorted(unused), here)
+        if self.position != "relative":
+            found["max_relative_distance"] = "unless position is 'relative'"
+        if not self.adaptive_computation:
+            found["halting_epsilon"] = "without adaptive_computation"
+            found["ponder_loss_weight"] = "without adaptive_computation"
+        return found
+
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
         has_sinusoids = self.position == "sinusoidal" or self.depth == "universal"
-        has_window = any(PASTS[name].has_window for name in self.pasts if name in PASTS)
         self.fill(
             embedding_multiplier=self.hidden_size**0.5 if has_sinusoids else 1.0,
-            sliding_window=512 if has_window else None,
+            sliding_window=512 if "sliding_window" in self.options_of_kinds else None,
         )
 
     @property
@@ -161,13 +183,22 @@ class MemoryTransformerConfig(MemoryConfig):
 
     @property
     def pasts(self) -> list[str]:
-        """The past of each layer."""
-        return [self.past] * self.num_hidden_layers if isinstance(self.past, str) else self.past
+        """The past of each layer; `"cache"` in layers for which `layer_types` says what is seen."""
+        if not isinstance(self.past, str):
+            return self.past
+        return [self.past if kind == "memory" else "cache" for kind in self.layer_types]
+
+    @property
+    def options_of_kinds(self) -> set[str]:
+        """Names of the options that the patterns and the pasts of this model read."""
+        kinds = [PATTERNS[name] for name in self.patterns if name in PATTERNS]
+        kinds += [PASTS[name] for name in self.pasts if name in PASTS]
+        return {name for kind in kinds for name in kind.options}
 
     @property
     def takes_first_tokens(self) -> bool:
         """Whether a layer can see the first tokens; a memory layer can with a pattern or a past that does."""
-        return not set(COMPUTED_HERE).isdisjoint(self.layer_types)
+        return super().takes_first_tokens or "num_sink_tokens" in self.options_of_kinds
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer of a layer."""
@@ -222,9 +253,21 @@ class MemoryTransformerConfig(MemoryConfig):
             self._check_depth()
         can_adapt = self.depth == "universal" or not self.adaptive_computation
         check(can_adapt, "depth", "'universal' with adaptive_computation", self.depth)
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Refuse patterns and pasts that no layer would use."""
+        for option, names, default in (
+            ("pattern", self.patterns, "full"),
+            ("past", self.pasts, "cache"),
+        ):
+            others = [name for name, kind in zip(names, self.layer_types) if kind != "memory"]
+            given = getattr(self, option)
+            is_used = {*others} <= {default} and (given == default or "memory" in self.layer_types)
+            check(is_used, option, f"{default!r} in layers of another type than 'memory'", given)
 
     def _check_sizes(self) -> None:
-        has_summaries = any(PATTERNS[name].has_summaries for name in self.patterns)
+        has_summaries = "num_summary_tokens" in self.options_of_kinds
         is_inside = not has_summaries or self.num_summary_tokens <= self.pattern_size
         check(
             is_inside,

@@ -96,7 +96,7 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
     for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
         own = {name: tensors[f"{i}.{name}"] for name in spec}
         for name, x in own.items():
-            if fault := _fault(x, spec[name], tokens_read):
+            if fault := state_fault(x, spec[name], tokens_read):
                 raise ValueError(f"{path} must have a state {i}.{name} {fault}")
             own[name] = x.to(model.device, spec[name].dtype or model.dtype)
         if isinstance(layer, MemoryLayer):
@@ -189,7 +189,7 @@ def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, li
     return shapes
 
 
-def _fault(x: Tensor, state: State, tokens_read: int) -> str | None:
+def state_fault(x: Tensor, state: State, tokens_read: int) -> str | None:
     """What a state must be, if its numbers are none that reading can have led to."""
     if state.bits is not None and x.dtype == state.dtype:
         is_finite = scales(x.contiguous(), state.bits).isfinite().all()

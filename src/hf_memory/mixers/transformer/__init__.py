@@ -27,49 +27,61 @@ class Kind(NamedTuple):
     Attributes:
         mixer: the class of the mixer.
         other_mixers: mixers in its place, by the name and the value of an option.
+        options: names of the config's options that it reads, and that mean nothing without it.
         takes_forget_gates: whether it can be used with position="forget".
-        has_summaries: whether later tokens see `num_summary_tokens` of each block of `pattern_size` tokens.
-        has_window: whether `sliding_window` is the size of its window.
         has_own_loss: whether parts of the mixer are trained by a loss of their own.
     """
 
     mixer: type[TransformerMixer]
     other_mixers: Mapping[tuple[str, str], type[TransformerMixer]] = {}
+    options: tuple[str, ...] = ()
     takes_forget_gates: bool = True
-    has_summaries: bool = False
-    has_window: bool = False
     has_own_loss: bool = False
 
 
+SEGMENTS = ("segment_length", "past_window")
+SLOTS = ("compression", "compression_rate", "compressed_length")
+STORE = ("memory_size", "memory_top_k", "memory_join")
+SPANS = ("max_span", "span_ramp", "span_limits", "span_loss_weight")
+
 BUCKETS: dict[str, Kind] = {
-    "reformer": Kind(ReformerMixer, takes_forget_gates=False),
-    "routing": Kind(RoutingMixer, takes_forget_gates=False, has_own_loss=True),
-    "routing_by_head": Kind(RoutingMixer, takes_forget_gates=False, has_own_loss=True),
+    "reformer": Kind(
+        ReformerMixer, options=("num_buckets", "num_hashes"), takes_forget_gates=False
+    ),
+    "routing": Kind(
+        RoutingMixer, options=("num_buckets",), takes_forget_gates=False, has_own_loss=True
+    ),
+    "routing_by_head": Kind(
+        RoutingMixer,
+        options=("num_buckets", "pattern_size"),
+        takes_forget_gates=False,
+        has_own_loss=True,
+    ),
 }
 PATTERNS: dict[str, Kind] = {
     "full": Kind(TransformerMixer),
-    **dict.fromkeys(LOCAL, Kind(LocalMixer)),
-    "adaptive_span": Kind(LocalMixer, has_own_loss=True),
-    **dict.fromkeys(SPARSE, Kind(SparseMixer)),
-    **dict.fromkeys(("fixed", "fixed_by_head"), Kind(SparseMixer, has_summaries=True)),
-    "linformer": Kind(SparseMixer, takes_forget_gates=False, has_summaries=True),
+    **{name: Kind(LocalMixer, options=pattern.options) for name, pattern in LOCAL.items()},
+    "adaptive_span": Kind(LocalMixer, options=SPANS, has_own_loss=True),
+    **{name: Kind(SparseMixer, options=pattern.options) for name, pattern in SPARSE.items()},
+    "linformer": Kind(SparseMixer, options=SPARSE["linformer"].options, takes_forget_gates=False),
     **BUCKETS,
 }
 PASTS: dict[str, Kind] = {
     "cache": Kind(TransformerMixer),
-    "xl": Kind(SegmentMixer),
+    "xl": Kind(SegmentMixer, options=SEGMENTS),
     "compressive": Kind(
         CompressiveMixer,
         {("compression", "most_used"): MostUsedMixer},
+        options=(*SEGMENTS, *SLOTS),
         takes_forget_gates=False,
     ),
     "memorizing": Kind(
         MemorizingMixer,
         {("memory_join", "attention"): TopTokensMixer},
+        options=(*STORE, "sliding_window"),
         takes_forget_gates=False,
-        has_window=True,
     ),
-    "infinite": Kind(InfiniteMixer, has_window=True),
+    "infinite": Kind(InfiniteMixer, options=("sliding_window", "num_sink_tokens")),
 }
 SLIDING_HEADS: dict[str, type[MemoryMixer]] = {  # by position
     "rope": WindowedMixer,

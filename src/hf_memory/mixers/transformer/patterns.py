@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_memory.mixers.pasts import Window
 from hf_memory.ops.masks import (
@@ -50,29 +50,44 @@ def _longformer_by_head(config) -> Window:
     return Window(near, w * step, first, has_gaps=True, kinds=2)
 
 
-LOCAL: dict[
-    str, Callable[..., Window]
-] = {  # by name, from a config; caches drop all tokens that are not seen
-    "block_local": lambda c: Window(block_local(c.pattern_size), 2 * c.pattern_size),
-    "dilated": lambda c: Window(
-        dilated(c.pattern_size, c.dilation), c.pattern_size * c.dilation, has_gaps=True
+class Pattern(NamedTuple):
+    """A pattern of a name: what it is for a config, and which options of the config it reads."""
+
+    window: Callable[[Any], Window]
+    options: tuple[str, ...] = ("pattern_size",)
+
+
+IN_STEPS = ("pattern_size", "dilation")
+IN_SUMMARIES = ("pattern_size", "num_summary_tokens")
+LOCAL = {  # by name; caches drop all tokens that are not seen
+    "block_local": Pattern(lambda c: Window(block_local(c.pattern_size), 2 * c.pattern_size)),
+    "dilated": Pattern(
+        lambda c: Window(
+            dilated(c.pattern_size, c.dilation), c.pattern_size * c.dilation, has_gaps=True
+        ),
+        IN_STEPS,
     ),
-    "longformer_by_head": _longformer_by_head,
-    "blockwise": _blockwise,
+    "longformer_by_head": Pattern(_longformer_by_head, (*IN_STEPS, "num_sink_tokens")),
+    "blockwise": Pattern(_blockwise, ("pattern_size", "num_block_shifts")),
 }
-SPARSE: dict[str, Callable[..., Window]] = {
-    "strided": lambda c: Window(or_(*_strided(c)), c.pattern_size + 1),
-    "strided_by_head": lambda c: Window(
-        by_head(*_strided(c)), c.pattern_size + 1, has_gaps=True, kinds=2
+SPARSE = {
+    "strided": Pattern(lambda c: Window(or_(*_strided(c)), c.pattern_size + 1)),
+    "strided_by_head": Pattern(
+        lambda c: Window(by_head(*_strided(c)), c.pattern_size + 1, has_gaps=True, kinds=2)
     ),
-    "fixed": lambda c: Window(or_(*_fixed(c)), c.pattern_size),
-    "fixed_by_head": lambda c: Window(by_head(*_fixed(c)), c.pattern_size, has_gaps=True, kinds=2),
-    "bigbird": lambda c: Window(
-        bigbird(c.pattern_size, c.num_random_blocks, c.pattern_seed), 2 * c.pattern_size
+    "fixed": Pattern(lambda c: Window(or_(*_fixed(c)), c.pattern_size), IN_SUMMARIES),
+    "fixed_by_head": Pattern(
+        lambda c: Window(by_head(*_fixed(c)), c.pattern_size, has_gaps=True, kinds=2), IN_SUMMARIES
     ),
-    "linformer": lambda c: Window(
-        own_block(c.pattern_size), c.pattern_size
-    ),  # summaries are separate
+    "bigbird": Pattern(
+        lambda c: Window(
+            bigbird(c.pattern_size, c.num_random_blocks, c.pattern_seed), 2 * c.pattern_size
+        ),
+        ("pattern_size", "num_random_blocks", "pattern_seed"),
+    ),
+    "linformer": Pattern(  # summaries are separate
+        lambda c: Window(own_block(c.pattern_size), c.pattern_size), IN_SUMMARIES
+    ),
 }
 
 
@@ -97,5 +112,5 @@ def pattern_of(config, layer_idx: int) -> Any:
         return Window.of_last(reach)
     if name not in LOCAL | SPARSE:
         return None
-    pattern = (LOCAL | SPARSE)[name](config)
+    pattern = (LOCAL | SPARSE)[name].window(config)
     return pattern._replace(sees=causal & pattern.sees)
