@@ -32,12 +32,26 @@ FARTHEST = 9  # distances that are told apart
 
 def make(options):
     """A model in float64 whose parameters are all of size one: none starts at zero."""
-    model = make_model(CASE["transformer"], **options).double()
+    model = make_model(CASE["transformer"], **used(options)).double()
     for x in model.parameters():
         x.data += 0.2 * torch.randn(
             x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(x.numel())
         )
     return model
+
+
+def used(options):
+    """Options without those of patterns and pasts that no layer has."""
+    kinds = PATTERNS | PASTS
+    chosen = (options.get("pattern", "full"), options.get("past", "cache"))
+    names = {name for x in chosen for name in ([x] if isinstance(x, str) else x)}
+    read = {option for name in names for option in kinds[name].options}
+    if "sliding_heads" in options.get("layer_types", ()):
+        read |= {"sliding_window", "num_sink_tokens"}
+    if options.get("position") == "relative":
+        read.add("max_relative_distance")
+    known = {"max_relative_distance"} | {x for kind in kinds.values() for x in kind.options}
+    return {name: x for name, x in options.items() if name in read or name not in known}
 
 
 def rotations(positions):
@@ -526,7 +540,7 @@ def test_embedded_positions_are_their_equation(word):
 )
 @torch.no_grad()
 def test_embeddings_are_scaled_where_sinusoids_are_added(options, factor, tmp_path):
-    made = make_model(CASE["transformer"], **options).double()
+    made = make_model(CASE["transformer"], **used(options)).double()
     tokens = random_tokens(1, 5)
     inputs = []
     made.save_pretrained(tmp_path)
