@@ -634,7 +634,7 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
         "teacher": evaluate(Subject(teacher, held_out, lengths=(64, 128)), OF_CARD),
         "student": evaluate(Subject(made.student, held_out, teacher, lengths=(64, 128)), OF_CARD),
     }
-    names = {"teacher": "someone/llama", "text": "random words", "training": {}}
+    names = {"teacher": "someone/llama", "text": "a.txt, someone/words:en", "training": {}}
     results = conversion.results_of(made.plan, made.losses, rows, **names)
     with conversion.new_folder(tmp_path / "student") as folder:
         conversion.write_report(folder, made.student, make_tokenizer(), results)
@@ -646,6 +646,8 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "student")("w7")["input_ids"] == [7]
     card = ModelCard.load(tmp_path / "student" / "README.md")
     assert card.data.base_model == "someone/llama"
+    assert card.data.base_model_relation == "finetune"
+    assert card.data.datasets == ["someone/words"]
     assert "perplexity" in card.text
     assert "sees the last" not in card.text
     assert (

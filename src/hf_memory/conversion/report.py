@@ -148,12 +148,14 @@ def add_results(path: Path, results: Results) -> None:
 
 def model_card(results: Results) -> ModelCard:
     """The card of a student, with its table of results."""
+    is_on_hub = "/" in results.teacher and not Path(results.teacher).exists()
+    datasets = [name.split(":")[0] for name in results.text.split(", ") if "/" in name]
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=results.teacher
-        if "/" in results.teacher and not Path(results.teacher).exists()
-        else None,
+        base_model=results.teacher if is_on_hub else None,
+        base_model_relation="finetune" if is_on_hub else None,
+        datasets=datasets or None,  # files are named without their folders
         tags=[
             "hf_memory",
             results.model_type,
