@@ -230,6 +230,7 @@ REFUSED = (
     (DELTANET, {**GDN, "norm_placement": "post"}, "needs norm_placement='pre' .*got 'post'"),
     (DELTANET, {**GDN, "hidden_act": "gelu"}, "needs hidden_act='silu'"),
     (DELTANET, {**GDN, "mlp_bias": True}, "needs mlp_bias=False"),
+    (TRANSFORMER, {**WINDOWS, "cache_bits": 8}, "cache_bits=None .*options of their own.*got 8"),
     (DELTANET, {**GDN, "intermediate_size": 0}, "needs intermediate_size above 0"),
     (DELTANET, {**GDN, "final_logit_softcapping": 3.0}, "needs final_logit_softcapping=None"),
     (DELTANET, {**GDN, "embedding_multiplier": 2.0}, "needs embedding_multiplier=1.0"),

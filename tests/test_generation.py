@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache, pipeline
 
 from cases import (
+    CASE,
     CASES,
     NEW,
     every_family,
@@ -206,3 +207,11 @@ def test_generated_tokens_depend_on_the_prompt():
     model = make_model(CASES[0]).double()
     outputs = generate(model, random_tokens(8, 5))[:, 5:]
     assert len({tuple(row) for row in outputs.tolist()}) > 4
+
+
+def test_continuous_batching_names_what_reads_several_texts_at_once():
+    with pytest.raises(
+        ValueError,
+        match=r"generate_batch must .*got GatedLinearAttentionForCausalLM.*padded on the left",
+    ):
+        make_model(CASE["gla"]).generate_batch([[3, 4], [5]], max_new_tokens=2)

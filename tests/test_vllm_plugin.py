@@ -1,5 +1,6 @@
 """What the plugin for vLLM does without vLLM: states in pages, the tokens of a step in one row, refusals."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -258,6 +259,7 @@ def vllm_config(config, **options):
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         cache_config=SimpleNamespace(
             enable_prefix_caching=True,
+            cache_dtype="auto",
             sliding_window=4,
             block_size=None,
             user_specified_block_size=False,
@@ -299,3 +301,27 @@ def test_attention_alone_is_a_class_of_its_own_with_small_blocks():
     assert given.model_config.hf_config.architectures == asked[0] == [ALONE]
     assert given.model_config._model_info == "info"
     assert given.model_config._architecture == ALONE
+
+
+@pytest.mark.parametrize(
+    ("full", "options", "named"),
+    [
+        ([[1], [], [], []], {"cache_bits": 8}, "full_attention_heads and window"),
+        ([[1], [], [], []], {"cache_bits": 8, "num_sink_tokens": 2}, "full_attention_heads"),
+        ([], {"cache_bits": {"window": 4}}, "window"),
+        ([], {"cache_bits": 8, "layer_types": ["full_attention"] * 4}, "attention"),
+        ([], {"cache_bits": 8, "num_sink_tokens": 2}, ""),
+        ([[1], [], [], []], {}, ""),
+    ],
+)
+def test_bits_that_vllm_does_not_have_are_named_unless_it_has_its_own(full, options, named):
+    given = vllm_config(with_heads(*full, **options))
+    given.cache_config.cache_dtype = "fp8"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ModelConfig.verify_and_update_config(given)
+        assert not caught
+        given.cache_config.cache_dtype = "auto"
+        ModelConfig.verify_and_update_config(given)
+    said = [str(warning.message).partition(" in the model's dtype")[0] for warning in caught]
+    assert said == [f"vLLM stores keys and values of {named}"] * bool(named)

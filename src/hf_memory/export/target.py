@@ -56,6 +56,7 @@ REASONS = {  # why a target does not accept other values of a field
     "use_qk_norm": "attention has no q/k norm there",
     "gate": "the memory has this kind of decay there",
     "levels": "a head has one memory there",
+    "cache_bits": "engines have options of their own for the bits of a cache, and this one is of no weight",
 }
 
 

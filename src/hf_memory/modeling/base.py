@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -428,6 +428,18 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def init_continuous_batching(self, *args, **kwargs) -> NoReturn:
+        """Refuse `generate_batch` of transformers: its paged cache has no place for a memory.
+
+        Raises:
+            ValueError: always; the message names what reads several texts at once.
+        """
+        raise ValueError(
+            "generate_batch must be called on a model that reads the paged cache of transformers, got "
+            f"{type(self).__name__}. Use generate with several prompts, which are padded on the left, or "
+            "vLLM with hf_memory installed, which batches requests by itself"
+        )
 
     @takes_cache
     @can_return_tuple

@@ -1,8 +1,9 @@
 """A vLLM plugin that runs our models without an export. vLLM calls `register` when it starts."""
 
+import warnings
 from typing import Any
 
-from hf_memory.integrations.vllm.placement import check, divided, memory_layers
+from hf_memory.integrations.vllm.placement import bits_of_engine, check, divided, memory_layers
 from hf_memory.modeling import FAMILIES
 
 MODEL = f"{__name__}.model"
@@ -34,6 +35,13 @@ class ModelConfig:
                 f"pipeline_parallel_size must be 1 for models of hf_memory in vLLM, got {stages}"
             )
         divided(model.hf_config, parallel.tensor_parallel_size)
+        kinds = bits_of_engine(model.hf_config)
+        if kinds and cache.cache_dtype == "auto":
+            warnings.warn(
+                f"vLLM stores keys and values of {' and '.join(kinds)} in the model's dtype, since it does not have "
+                f"cache_bits={model.hf_config.cache_bits}. Its own option is kv_cache_dtype='fp8'",
+                stacklevel=2,
+            )
         if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
             cache.block_size = 32  # with its default of 128, windows take twice as much
             cache.user_specified_block_size = True
