@@ -1,9 +1,11 @@
 """Runs a model in one engine, in that engine's own environment; started by engines.py.
 
-Reads {"engine", "model", "dtype", "prompts", "again", "new", "contexts", "is_attention"} from stdin and prints
-{"version", "tokens", "speed", "bytes", "cached"} on stdout: greedy tokens of each prompt, and of `again` after them;
-tokens a second of CPU time after so many tokens, on one thread; bytes of the cache that the engine has for so many
-tokens; and how many tokens of `again` were read before.
+Reads {"engine", "model", "dtype", "cache", "prompts", "again", "new", "contexts", "is_attention"} from stdin and prints
+{"version", "tokens", "likeliest", "speed", "bytes", "cached"} on stdout: greedy tokens of each prompt, and of `again`
+after them; for each of them the likeliest tokens with log-probabilities; tokens a second of CPU time after so many
+tokens, on one thread; bytes of the cache that the engine has for so many tokens; and how many tokens of `again` were
+read before. `cache` is the engine's type of numbers in the cache, or "exact": those of the model, but float16 in
+llama.cpp where speed and bytes are measured.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ from pathlib import Path
 MEASURED = 16  # tokens, after two to warm up
 SPOKEN = 2 * MEASURED  # last tokens of a context, among which these are
 STEP = 512  # tokens that an engine reads at once: longer prompts are read in chunks
+LIKELIEST = 20  # tokens with log-probabilities
 SPARE = 8  # tokens that the server of llama.cpp writes and may hold back
 SMALL_STEP = 64  # the same in llama.cpp, which keeps so many tokens more than a window has
 
@@ -28,8 +31,8 @@ SMALL_STEP = 64  # the same in llama.cpp, which keeps so many tokens more than a
 class LlamaCpp:
     """The server of llama.cpp, inside this process."""
 
-    def __init__(self, file: str, length: int, sequences: int = 1, exact: bool = False):
-        """For so many tokens and sequences; exact is a cache in float32."""
+    def __init__(self, file: str, length: int, sequences: int = 1, cache: str = "F16"):
+        """For so many tokens and sequences, with a cache of these numbers."""
         import xllamacpp
 
         options = xllamacpp.CommonParams()
@@ -45,9 +48,12 @@ class LlamaCpp:
         options.n_ctx_checkpoints = 0
         options.fit_params = False
         options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
-        if exact:
-            options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-            options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache.upper()}")
+        options.cache_type_k = options.cache_type_v = kind
+        attention = {"F32": "DISABLED", "F16": "AUTO"}.get(cache, "ENABLED")
+        options.flash_attn_type = getattr(
+            xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{attention}"
+        )
         with logged() as log:
             self.server = xllamacpp.Server(options)
             sizes = re.findall(r"(?:KV|RS) buffer size = +([\d.]+) MiB", log.read_text())
@@ -55,13 +61,14 @@ class LlamaCpp:
 
     def write(
         self, prompt: list[int], new: int, each: Callable[[], object] = lambda: None
-    ) -> list[int]:
-        """So many tokens after a prompt; `each` is called after each of them."""
-        tokens: list[int] = []
+    ) -> list[tuple[int, dict[int, float]]]:
+        """So many tokens after a prompt, with the likeliest; `each` is called after each of them."""
+        written: list[tuple[int, dict[int, float]]] = []
 
         def keep(part: dict) -> None:
             for found in (part["choices"][0]["logprobs"] or {}).get("content", ()):
-                tokens.append(found["id"])
+                likeliest = {x["id"]: x["logprob"] for x in found["top_logprobs"]}
+                written.append((found["id"], likeliest))
                 each()
 
         options = {
@@ -69,7 +76,7 @@ class LlamaCpp:
             "top_k": 1,
             "ignore_eos": True,
             "cache_prompt": False,
-            "logprobs": 1,
+            "logprobs": LIKELIEST,
         }
         options |= {
             "prompt": prompt,
@@ -77,7 +84,7 @@ class LlamaCpp:
             "stream": True,
         }  # it holds back parts of a letter
         self.server.handle_completions(options, keep)
-        return tokens[:new]
+        return written[:new]
 
     def speed(self, length: int) -> float:
         """Tokens a second after so many."""
@@ -106,14 +113,20 @@ def llama_cpp(request: dict) -> dict:
     new = request["new"]
     file = request["model"]
     prompts = [*prompts, *request["again"]]
+    is_exact = request["cache"] == "exact"
     engine = LlamaCpp(
-        file, sum(map(len, prompts)) + len(prompts) * (new + SPARE), len(prompts), exact=True
+        file,
+        sum(map(len, prompts)) + len(prompts) * (new + SPARE),
+        len(prompts),
+        "F32" if is_exact else request["cache"],
     )
     with ThreadPoolExecutor(len(prompts)) as pool:  # all at once
-        tokens = list(pool.map(lambda prompt: engine.write(prompt, new), prompts))
-    answer = {"version": version("xllamacpp"), "tokens": tokens, "speed": {}, "bytes": {}}
+        rows = list(pool.map(lambda prompt: engine.write(prompt, new), prompts))
+    answer = {"version": version("xllamacpp"), "speed": {}, "bytes": {}}
+    answer["tokens"] = [[token for token, _ in row] for row in rows]
+    answer["likeliest"] = [[likeliest for _, likeliest in row] for row in rows]
     for length in request["contexts"]:
-        engine = LlamaCpp(file, length)  # it has no more than the model's positions
+        engine = LlamaCpp(file, length, cache="F16" if is_exact else request["cache"])
         answer["speed"][length] = engine.speed(length - SPOKEN)
         answer["bytes"][length] = engine.bytes
     return answer
@@ -173,9 +186,11 @@ def vllm(request: dict) -> dict:
         )
     else:
         options |= {"enforce_eager": True, "enable_prefix_caching": False}
+    if request["cache"] != "exact":
+        options["kv_cache_dtype"] = request["cache"]
     llm = LLM(request["model"], dtype=request["dtype"], max_model_len=longest, **options)
     writing = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    sampling = SamplingParams(max_tokens=request["new"], **writing)
+    sampling = SamplingParams(max_tokens=request["new"], logprobs=LIKELIEST, **writing)
     answers = []
     for prompts in (request["prompts"], request["again"]):
         answers += llm.generate(
@@ -185,6 +200,10 @@ def vllm(request: dict) -> dict:
         "version": __version__,
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
     }
+    found["likeliest"] = [
+        [{token: x.logprob for token, x in place.items()} for place in answer.outputs[0].logprobs]
+        for answer in answers
+    ]
     if request["again"]:
         found["cached"] = answers[-1].num_cached_tokens
     engine = llm.llm_engine

@@ -10,8 +10,10 @@ and counts tokens a second of one thread's CPU time at the end of contexts of so
 cache. Gated DeltaNet runs as Qwen3.5 (with pinned norms where the teacher has no q/k norm), Mamba-2 as Granite. vLLM
 reads 512 tokens a step, of all prompts at once, and the longest in chunks; its build for the CPU has Qwen3.5 in
 bfloat16 alone (`--dtype bfloat16`), where tokens need not agree. Models that keep nothing but keys and values run there
-compiled and with prefix caching: the last prompt begins as the longest one. Writes
-benchmarks/results/engines.json; rows of other models, engines and tables stay.
+compiled and with prefix caching: the last prompt begins as the longest one. With `--caches` engines have keys and
+values in few bits (`q8_0` and `q4_0` of llama.cpp with flash attention, `fp8` of vLLM), where tokens need not agree
+either: the KL is that of ours from the engine's predictions of each token that it wrote, over its likeliest tokens and
+the rest. Writes benchmarks/results/engines.json; rows of other models, engines and tables stay.
 """
 
 import argparse
@@ -66,6 +68,10 @@ INSTALLED = {  # what pip installs into each engine's environment, call by call
         ["--no-deps", "--extra-index-url=https://download.pytorch.org/whl/cpu", TORCH],
         ["--no-deps", f"--requirement={FROZEN}", f"--editable={HERE.parent}"],
     ],
+}
+CACHES = {  # the types of numbers that a cache can have, by engine; exact: those of the model
+    "llama.cpp": ("exact", "q8_0", "q4_0"),
+    "vLLM": ("exact", "fp8"),
 }
 CONTEXTS = (1024, 8192)
 LONGEST = {"MLX": 1024}  # on the CPU mlx-lm reads a gated delta rule token by token
@@ -223,6 +229,30 @@ def greedy(model: PreTrainedModel, prompts: list[list[int]], new: int) -> list[l
     return [row.tolist() for row in rows]
 
 
+@torch.no_grad()
+def divergence(
+    model: PreTrainedModel, prompt: list[int], written: list[int], likeliest: list[dict]
+) -> list[float]:
+    """KL of the model's predictions from an engine's at each token written, over its likeliest tokens and the rest.
+
+    Args:
+        model: predicts what follows the prompt and the tokens before.
+        prompt: tokens that both have read.
+        written: tokens that the engine wrote.
+        likeliest: for each of them log-probabilities of some tokens, by the number of the token.
+    """
+    tokens = torch.tensor([prompt + written[:-1]])
+    logits = model(tokens, logits_to_keep=len(written)).logits[0].double()
+    found = []
+    for expected, given in zip(logits.log_softmax(-1), likeliest, strict=True):
+        log_p = expected[[int(token) for token in given]]
+        log_q = torch.tensor([*given.values()], dtype=torch.double)
+        p, q = (torch.cat([x.exp(), (1 - x.exp().sum())[None]]) for x in (log_p, log_q))
+        p, q = (x.clamp(min=1e-9) for x in (p, q))
+        found.append(float((p * (p / q).log()).sum()))
+    return found
+
+
 def write_llama(model: PreTrainedModel, file: Path) -> None:
     """A teacher as GGUF, for llama.cpp, with the tokenizer beside it."""
     config = model.config
@@ -353,7 +383,9 @@ def measure(
     with tempfile.TemporaryDirectory() as work:
         for engine, path in files_of(model, tokenizer, Path(work) / "model", target).items():
             program = engine.partition(" by ")[0]
-            if program not in environments:
+            if program not in environments or request["cache"] not in CACHES.get(
+                program, ("exact",)
+            ):
                 continue
             if program == "transformers":
                 again = AutoModelForCausalLM.from_pretrained(path, dtype=model.dtype)
@@ -370,12 +402,17 @@ def measure(
                     for name in PROMPTS
                 }
                 answer = run(program, environments[program], {**request, **asked})
-            tokens = iter(answer.pop("tokens"))
-            rows = [
-                row
+            read = [
+                (prompt, row)
                 for prompt, row in zip(prompts, expected)
                 if len(prompt) <= LONGEST.get(program, math.inf)
             ]
+            rows = [row for _, row in read]
+            tokens = answer.pop("tokens")
+            if likeliest := answer.pop("likeliest", []):
+                texts = ((prompt, *row) for (prompt, _), *row in zip(read, tokens, likeliest))
+                kl = [x for text in texts for x in divergence(model, *text)]
+                answer["kl"] = sum(kl) / len(kl)
             if (
                 program == "llama.cpp" and tokenizer is not None
             ):  # told to go on, it never writes the end of a text
@@ -401,18 +438,26 @@ def described(row: dict) -> str:
         f"{length}: {x / 1e6:.1f} of {row['card'][length] / 1e6:.1f}"
         for length, x in row["bytes"].items()
     )
-    parts = {"tokens/s": speed, "cache, MB": cache, "read before": str(row.get("cached") or "")}
+    kl = f"{row['kl']:.5f}" if "kl" in row else ""
+    parts = {
+        "KL": kl,
+        "tokens/s": speed,
+        "cache, MB": cache,
+        "read before": str(row.get("cached") or ""),
+    }
     counted = "".join(f"  {name} {text}" for name, text in parts.items() if text)
-    return f"{row['model']:40} {row['engine']:20} same tokens {row['same']}/{row['of']}{counted}"
+    return f"{row['model']:40} {row['engine']:20} {row['cache']:5} same tokens {row['same']}/{row['of']}{counted}"
 
 
 def keep(table: str, row: dict) -> None:
-    """Write a row into the results, in place of one of the same model, engine and precision."""
+    """Write a row into the results, in place of one of the same model, engine and precisions."""
     file = RESULTS / "engines.json"
     tables = json.loads(file.read_text()) if file.exists() else {}
-    key = ("model", "engine", "dtype")
+    key = ("model", "engine", "dtype", "cache")
     others = [
-        other for other in tables.get(table, []) if any(other[name] != row[name] for name in key)
+        other
+        for other in tables.get(table, [])
+        if any({"cache": "exact", **other}[name] != row[name] for name in key)
     ]
     tables[table] = [*others, row]
     partial = file.with_suffix(".partial")
@@ -450,6 +495,13 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "bfloat16"], help="of all models"
+    )
+    parser.add_argument(
+        "--caches",
+        nargs="*",
+        default=["exact"],
+        choices=sorted({name for names in CACHES.values() for name in names}),
+        help="numbers of keys and values in the engines that have them",
     )
     parser.add_argument("--layers", type=int, default=4, help="of random models of SmolLM2's width")
     parser.add_argument("--new", type=int, default=24, help="tokens after each prompt")
@@ -536,10 +588,13 @@ def main() -> None:
                 continue
             target = KINDS[name].target if table.name == "small" else "auto"
             model = model.eval().to(getattr(torch, arguments.dtype))
-            for row in measure(model, table.tokenizer, target, request, environments):
-                row = {"model": name, **row, **about, "parameters": model.num_parameters()}
-                keep(table.name, row)
-                print(described(row), flush=True)
+            about["parameters"] = model.num_parameters()
+            for cache in arguments.caches:
+                asked = {**request, "cache": cache}
+                for row in measure(model, table.tokenizer, target, asked, environments):
+                    row = {"model": name, "cache": cache, **row, **about}
+                    keep(table.name, row)
+                    print(described(row), flush=True)
 
 
 if __name__ == "__main__":
