@@ -72,7 +72,7 @@ class Size(NamedTuple):
 
 TIMED = Size(2, 1100, 4, 8, 128, "bfloat16")
 SIZES = {  # the first is long enough to be cut into segments
-    "cuda": (Size(2, 600, 2, 4, 128, "bfloat16"), Size(2, 200, 2, 4, 64, "float32")),
+    "cuda": (Size(2, 600, 1, 2, 128, "bfloat16"), Size(2, 200, 2, 4, 64, "float32")),
     "cpu": (Size(1, 100, 1, 2, 32, "float32"),),
 }
 
