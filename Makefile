@@ -50,7 +50,7 @@ compatibility:  ## contract tests with the oldest and the newest dependencies th
 	$(PYTHON) .ci/compatibility.py
 
 SANITIZER := .sanitizer
-KERNELS := $(patsubst %,tests/test_%.py,kernels layers neural_memory_kernels deltaformer kv_eviction)
+KERNELS := $(patsubst %,tests/test_%.py,attention_in_bits kernels layers neural_memory_kernels deltaformer kv_eviction)
 
 $(SANITIZER): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python --target $@ triton==3.8.0 ttsem==0.1.0

@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from descriptors import end_of_narrow_products
 from hf_memory.ops import OPS, Op
+from hf_memory.ops.attention_in_bits import attention_in_bits
+from hf_memory.ops.bits import BITS, packed_bytes
 from hf_memory.ops.kv_eviction import retained_attention
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.short_convolution import convolution_step
@@ -53,6 +55,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.uint8: "*u8",
 }
 TRITONS = Path(__file__).resolve().parent.parent / ".tritons"
 
@@ -144,8 +147,11 @@ def launches(only: tuple[str, ...], architecture: str) -> list[Launch]:
 
 def calls() -> Iterator[tuple[str, Callable]]:
     """Calls of all ops with kernels, with the names of op, variant and size."""
-    packages = (*OPS_WITH_KERNELS, "kv_eviction", "rwkv7_gates", "short_convolution")
-    for module in (*(f"{name}.kernels" for name in packages), "triton.one_token"):
+    others = "attention_in_bits", "kv_eviction", "rwkv7_gates", "short_convolution"
+    for module in (
+        *(f"{name}.kernels" for name in (*OPS_WITH_KERNELS, *others)),
+        "triton.one_token",
+    ):
         import_module(f"hf_memory.ops.{module}")  # before `recorded` says that Triton interprets
     for op in OPS_WITH_KERNELS.values():
         for variant, (D, dtype), (T, has_state) in product(
@@ -173,6 +179,9 @@ def calls() -> Iterator[tuple[str, Callable]]:
         (32, 112, torch.float32),
     ):
         yield f"kv_eviction {D} {str(dtype)[6:]}", partial(_call_kv_eviction, D, stay, dtype)
+    for bits, (D, dtype), S in product(BITS, SIZES, (250, 8192)):
+        name = f"attention_in_bits {bits} {D} {str(dtype)[6:]}"
+        yield name, partial(_call_in_bits, bits, D, dtype, S)
 
 
 def _in_a_name(option: str, x: Any) -> str:
@@ -210,6 +219,16 @@ def _call_kv_eviction(D: int, stay: int, dtype: torch.dtype) -> None:
         retained_attention(q.requires_grad_(), k, k, number, number.float(), asks, **how)[
             0
         ].sum().backward()
+
+
+def _call_in_bits(bits: int, D: int, dtype: torch.dtype, S: int) -> None:
+    """One token that reads kept tokens, some of which are hidden, or the many of full heads."""
+    q = torch.zeros(1, 3, 3, D, dtype=dtype)
+    k = torch.zeros(1, S, 3, packed_bytes(D, bits), dtype=torch.uint8).transpose(1, 2)
+    are_kept = S < 1024
+    visible = torch.ones(1, 3, S, dtype=torch.bool) if are_kept else None
+    how = {"bits": bits, "scale": 0.1, "needs_weights": are_kept, "backend": "triton"}
+    attention_in_bits(q, k, k, visible, **how)
 
 
 def recorded(call: Callable) -> list[Launch]:

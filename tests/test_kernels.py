@@ -271,6 +271,7 @@ def test_kernels_compile_ahead_of_time_without_spills():
         "neural_memory 2 16 4 residual 64 bf",
         "neural_memory 2 16 64 bf",
         "kv_eviction 64 bf",
+        "attention_in_bits 4 64 bf",
         "short_convolution 512 bf",
         "rwkv7_gates 64 bf",
     )

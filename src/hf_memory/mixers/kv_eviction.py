@@ -27,6 +27,7 @@ from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
+from hf_memory.ops.attention_in_bits import attention_in_bits, reads_bytes
 from hf_memory.ops.bits import pack_both, rounded, unpack
 from hf_memory.ops.dispatch import Backend
 from hf_memory.ops.kv_eviction import places_that_stay, retained_attention, rows_at
@@ -128,9 +129,11 @@ class KVEviction(NamedTuple):
             written = self._write_padded(held, *stored, context.states["tokens_read"])
         else:
             written = self._write_uniform(held, *stored, context.uniform_length)
-        attended, weights = self._attended(
-            q, self._numbers(written.seen, k), written.hidden, scores
-        )
+        seen, hidden = written.seen, written.hidden
+        if self.bits is not None and scores.gates is None and reads_bytes(q, self.backend):
+            attended, weights = self._attended_in_bits(q, seen, hidden, scores)
+        else:
+            attended, weights = self._attended(q, self._numbers(seen, k), hidden, scores)
         written.seen.received.add_(weights)
         if written.ends is not None:
             self._end_blocks(held, written.ends)
@@ -283,6 +286,27 @@ class KVEviction(NamedTuple):
         if self.needs_mass:
             attended.append(asked.logsumexp(-1).view(q.shape[:3]))
         return attended, weights.detach().sum(2)
+
+    def _attended_in_bits(
+        self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores
+    ) -> tuple[list[Tensor], Tensor]:
+        """The same for entries whose keys and values are packed rows, by a kernel that reads bytes."""
+        B, H = entries.number.shape[:2]
+        o, mass, weights = attention_in_bits(
+            q.view(B, H, -1, q.shape[3]),
+            entries.keys,
+            entries.values,
+            None if hidden is None else ~hidden,
+            bits=self.bits,
+            scale=scores.scaling,
+            softcap=scores.softcap,
+            needs_weights=True,
+            backend=self.backend,
+        )
+        attended = [o.view(*q.shape[:3], -1)]
+        if self.needs_mass:
+            attended.append(mass.view(q.shape[:3]))
+        return attended, weights
 
     def _after(self, entries: Entries, ends: Tensor) -> Entries:
         """Those that stay: after a block that ends, [B or 1, 1, 1] bool, the best, otherwise those before it."""

@@ -7,9 +7,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, Scores, near_blocks, rows_of
+from hf_memory.mixers.attention_blocks import (
+    BLOCK,
+    Attended,
+    Blocks,
+    Columns,
+    Scores,
+    joined_softmax,
+    near_blocks,
+    rows_of,
+)
 from hf_memory.mixers.base import Context
+from hf_memory.ops.attention_in_bits import attention_in_bits, reads_bytes
 from hf_memory.ops.bits import pack_both, rounded, unpack
+from hf_memory.ops.dispatch import Backend
 from hf_memory.ops.layout import expand_dims_like, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 
@@ -17,17 +28,21 @@ from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 class Seen(NamedTuple):
     """What one token of each row sees, itself included."""
 
-    keys: Tensor  # [B, S, H, D]
-    values: Tensor  # [B, S, H, D]
+    keys: Tensor  # [B, S, H, D], or packed rows
+    values: Tensor  # [B, S, H, D], or packed rows
     visible: Tensor | None  # [B, 1, 1, S] bool, which of them exist; None: all
     left: Any = (
         None  # key and value [B, 1, H, D] of the token that leaves a ring, if they are asked for
     )
+    bits: int | None = None  # of packed rows, see `hf_memory.ops.bits`
+    always: Any = None  # key and value [1, 1, H, D] that packed rows come after, if there are any
 
     def without(self, lead: int) -> "Seen":
         """The same without the first entries."""
         visible = None if self.visible is None else self.visible[..., lead:]
-        return Seen(self.keys[:, lead:], self.values[:, lead:], visible, self.left)
+        return self._replace(
+            keys=self.keys[:, lead:], values=self.values[:, lead:], visible=visible
+        )
 
     def after(self, always: Any) -> "Seen":
         """The same with the entry `always`, a key and a value [1, 1, H, D], before the others; None: without one."""
@@ -40,9 +55,49 @@ class Seen(NamedTuple):
         visible = None if self.visible is None else F.pad(self.visible, (1, 0), value=True)
         return Seen(keys, values, visible, self.left)
 
-    def blocks(self, q: Tensor) -> Blocks:
-        """Queries [B, 1, HQ, D] with what they see, for scores that do not depend on positions."""
-        return Blocks(q, self.keys, self.values, self.visible, None, None, is_step=True)  # type: ignore[arg-type]
+    def attend(self, q: Tensor, scores: Scores, backend: Backend) -> Tensor:
+        """Attention of queries [B, 1, HQ, D] whose scores do not depend on positions: outputs [B, 1, HQ, V]."""
+        if self._is_read_by_kernel(q, scores, backend):
+            return self._attend_to_bytes(q, scores, backend)[0]
+        return scores.attend(self._blocks(q))
+
+    def attend_with_mass(self, q: Tensor, scores: Scores, backend: Backend) -> Attended:
+        """The same with the logarithms of their mass in the softmax [B, 1, HQ]."""
+        if self._is_read_by_kernel(q, scores, backend):
+            return self._attend_to_bytes(q, scores, backend)
+        return scores.attend_with_mass(self._blocks(q))
+
+    def _is_read_by_kernel(self, q: Tensor, scores: Scores, backend: Backend) -> bool:
+        is_plain = scores._replace(softcap=None).is_plain
+        return self.bits is not None and is_plain and reads_bytes(q, backend)
+
+    def _attend_to_bytes(self, q: Tensor, scores: Scores, backend: Backend) -> Attended:
+        B, _, HQ, D = q.shape
+        H = self.keys.shape[2]
+        o, mass, _ = attention_in_bits(
+            q.view(B, H, -1, D),
+            self.keys.transpose(1, 2),
+            self.values.transpose(1, 2),
+            None if self.visible is None else self.visible.squeeze(1),
+            bits=self.bits,
+            scale=scores.scaling,
+            softcap=scores.softcap,
+            backend=backend,
+        )
+        attended = o.view(B, 1, HQ, -1), mass.view(B, 1, HQ)
+        if self.always is None:
+            return attended
+        alone = Seen(*(x.to(q.dtype).expand(B, -1, -1, -1) for x in self.always), None)
+        return joined_softmax(attended, scores.attend_with_mass(alone._blocks(q)))
+
+    def _blocks(self, q: Tensor) -> Blocks:
+        seen = self if self.bits is None else self._numbers(q)
+        return Blocks(q, seen.keys, seen.values, seen.visible, None, None, is_step=True)  # type: ignore[arg-type]
+
+    def _numbers(self, q: Tensor) -> "Seen":
+        """The same with numbers for packed rows, as many for each row as queries have and in their dtype."""
+        rows = (unpack(x, q.shape[-1], self.bits, q.dtype) for x in (self.keys, self.values))
+        return Seen(*rows, self.visible, self.left).after(self.always)
 
 
 class Past(NamedTuple):
@@ -349,8 +404,7 @@ class InBits(NamedTuple):
         left = seen.left
         if left is not None and left[0] is not None:
             left = self._numbers(left[0], left[1], k, v)
-        keys, values = self._numbers(seen.keys, seen.values, k, v)
-        return Seen(keys, values, seen.visible, left).after(always)
+        return seen._replace(left=left, bits=self.bits, always=always)
 
     def extend(self, new: States, context: Context) -> tuple[list[Any], States]:
         """See `Ring.extend`; for other states of the same tokens, which are not packed."""

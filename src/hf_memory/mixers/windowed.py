@@ -370,13 +370,14 @@ class WindowedMixer(MemoryMixer):
         near_past = self.near_past
         seen = near_past.read_one(k, v, context, None if near_past.lead else self._always(heads))
         scores = self.scores
+        backend = self.config.mixer_backend
         if self.far is None and self.sinks is None:
-            return scores.attend(seen.blocks(rotated)), {}
+            return seen.attend(rotated, scores, backend), {}
         if self.far is None and near_past.lead and scores.is_plain:
-            return scores.attend(self._with_sink_scores(seen).blocks(rotated)), {}
+            return self._with_sink_scores(seen).attend(rotated, scores, backend), {}
         if self.sinks is not None:
             seen = seen.without(near_past.lead)
-        attended = self._with_sinks(scores.attend_with_mass(seen.blocks(rotated)))
+        attended = self._with_sinks(seen.attend_with_mass(rotated, scores, backend))
         if self.far is None:
             return attended[0], {}
         key, value = seen.left
@@ -438,7 +439,8 @@ class WindowedMixer(MemoryMixer):
     ) -> tuple[Tensor, States]:
         _, q, k, v = rows
         always = self._always(heads)
-        return self.scores.attend(self.full_past.read_one(k, v, context, always).blocks(q)), {}
+        seen = self.full_past.read_one(k, v, context, always)
+        return seen.attend(q, self.scores, self.config.mixer_backend), {}
 
     def _always(self, heads: list[slice]) -> list[Tensor] | None:
         """The key and the value of the virtual token of some heads [1, 1, H, D]; None without one."""

@@ -1,0 +1,105 @@
+"""Attention of one token to keys and values in 8 or 4 bits, which are read as they are stored."""
+
+import torch
+from torch import Tensor
+
+from hf_memory.ops.bits import packed_bytes, rotated, unpack
+from hf_memory.ops.dispatch import MAX_KERNEL_DIM, Backend, choose_backend
+from hf_memory.ops.inputs import check_tensor
+from hf_memory.ops.precision import upcast
+from hf_memory.ops.soft_cap import soft_capped
+
+
+def attention_in_bits(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None = None,
+    *,
+    bits: int,
+    scale: float,
+    softcap: float | None = None,
+    needs_weights: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Softmax attention of one token of each row to packed rows, see `hf_memory.ops.bits`; without gradients.
+
+        o = sum_j p_j v_j,   p = softmax_j(scale q k_j),   over the entries j that are visible
+
+    The definition unpacks keys and values. Kernels read bytes, so that what they read of memory falls with the bits.
+
+    Args:
+        q: queries [B, H, G, D], the G queries of each head of keys.
+        keys: [B, H, S, packed_bytes(D, bits)] uint8.
+        values: [B, H, S, packed_bytes(D, bits)] uint8.
+        visible: [B or 1, H or 1, S] bool, which entries there are; None: all.
+        bits: of each number, 8 or 4.
+        scale: factor of the products of queries and keys.
+        softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
+        needs_weights: whether the weights are asked for.
+        backend: "triton", "chunk", which is PyTorch, or "auto": the kernel on CUDA where there is one.
+
+    Returns:
+        The outputs [B, H, G, D], zero for a row that sees nothing; the logarithms of their mass in the softmax
+        [B, H, G] in float32 (float64 for float64); and the weights p [B, H, S], sums over the G queries, or None.
+
+    Raises:
+        ValueError: an argument has a wrong shape or dtype, or there is no kernel for an explicit backend="triton".
+    """
+    B, H, _, D = q.shape
+    for name, x in (("keys", keys), ("values", values)):
+        check_tensor(name, x, (B, H, keys.shape[2], packed_bytes(D, bits)), like=q)
+        if x.dtype != torch.uint8:
+            raise ValueError(f"{name} must have dtype torch.uint8, got {x.dtype}")
+    if visible is not None:
+        visible = visible.expand(B, H, keys.shape[2])
+    given = q, keys, values, visible, bits, scale, softcap or 0.0, needs_weights
+    if choose_backend(backend, q, kernel_refuses(q)) != "triton":
+        return _attention(*given)
+    from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
+
+    q = q if bits == 8 else rotated(q)
+    o, mass, scores = kernel(q, *given[1:])
+    weights = _weights(scores, mass).sum(2) if needs_weights else None
+    return o if bits == 8 else rotated(o), mass, weights
+
+
+def reads_bytes(q: Tensor, backend: str) -> bool:
+    """Whether a kernel reads packed rows for queries [..., D]; else their numbers are as well read in PyTorch."""
+    return choose_backend(backend, q, kernel_refuses(q)) == "triton"
+
+
+def kernel_refuses(q: Tensor) -> str | None:
+    """Why no kernel reads packed rows for queries [..., D], as a clause; None if one does."""
+    if torch.is_grad_enabled():
+        return "it has gradients"
+    if q.dtype == torch.float64:
+        return "q is float64"
+    if q.shape[-1] > MAX_KERNEL_DIM:
+        return f"D must be at most {MAX_KERNEL_DIM}, got {q.shape[-1]}"
+    return None
+
+
+def _attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    bits: int,
+    scale: float,
+    softcap: float,
+    needs_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The definition."""
+    k, v = (unpack(x, q.shape[-1], bits, q.dtype) for x in (keys, values))
+    scores = soft_capped(upcast(scale * q @ k.mT), softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
+    mass = scores.logsumexp(-1)
+    p = _weights(scores, mass)
+    return p.to(v.dtype) @ v, mass, p.sum(2) if needs_weights else None
+
+
+def _weights(scores: Tensor, mass: Tensor) -> Tensor:
+    """The softmax of scores [..., S] with this logarithm of their mass [...]: zeros where it is -inf."""
+    return (scores - mass.clamp(min=torch.finfo(mass.dtype).min)[..., None]).exp()
