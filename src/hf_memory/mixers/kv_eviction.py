@@ -15,7 +15,7 @@ That received attention tells which tokens will be needed is the observation of 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -289,15 +289,16 @@ class KVEviction(NamedTuple):
 
     def _attended_in_bits(
         self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores
-    ) -> tuple[list[Tensor], Tensor]:
+    ) -> tuple[list[Tensor], Any]:
         """The same for entries whose keys and values are packed rows, by a kernel that reads bytes."""
         B, H = entries.number.shape[:2]
+        bits: Any = self.bits
         o, mass, weights = attention_in_bits(
             q.view(B, H, -1, q.shape[3]),
             entries.keys,
             entries.values,
             None if hidden is None else ~hidden,
-            bits=self.bits,
+            bits=bits,
             scale=scores.scaling,
             softcap=scores.softcap,
             needs_weights=True,

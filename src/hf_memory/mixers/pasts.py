@@ -34,7 +34,7 @@ class Seen(NamedTuple):
     left: Any = (
         None  # key and value [B, 1, H, D] of the token that leaves a ring, if they are asked for
     )
-    bits: int | None = None  # of packed rows, see `hf_memory.ops.bits`
+    bits: Any = None  # of packed rows, see `hf_memory.ops.bits`
     always: Any = None  # key and value [1, 1, H, D] that packed rows come after, if there are any
 
     def without(self, lead: int) -> "Seen":
@@ -87,7 +87,8 @@ class Seen(NamedTuple):
         attended = o.view(B, 1, HQ, -1), mass.view(B, 1, HQ)
         if self.always is None:
             return attended
-        alone = Seen(*(x.to(q.dtype).expand(B, -1, -1, -1) for x in self.always), None)
+        key, value = (x.to(q.dtype).expand(B, -1, -1, -1) for x in self.always)
+        alone = Seen(key, value, None)
         return joined_softmax(attended, scores.attend_with_mass(alone._blocks(q)))
 
     def _blocks(self, q: Tensor) -> Blocks:
@@ -96,8 +97,10 @@ class Seen(NamedTuple):
 
     def _numbers(self, q: Tensor) -> "Seen":
         """The same with numbers for packed rows, as many for each row as queries have and in their dtype."""
-        rows = (unpack(x, q.shape[-1], self.bits, q.dtype) for x in (self.keys, self.values))
-        return Seen(*rows, self.visible, self.left).after(self.always)
+        keys, values = (
+            unpack(x, q.shape[-1], self.bits, q.dtype) for x in (self.keys, self.values)
+        )
+        return Seen(keys, values, self.visible, self.left).after(self.always)
 
 
 class Past(NamedTuple):

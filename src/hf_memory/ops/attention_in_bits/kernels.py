@@ -177,9 +177,18 @@ def attention_in_bits(
     is_narrow = q.dtype.itemsize == 2
     tile = TILE if is_narrow else TILE // 2
     warps = 4 if is_narrow or channels <= 128 else 8
-    sizes = {"BR": width(G), "BM": max(16, tile // channels), "BD": channels}
-    kinds = {"SOFTCAP": softcap != 0, "PRECISION": precision(q.dtype)}
-    meta = Meta(H, G, D, bits, packed_bytes(D, bits), **sizes, **kinds)
+    meta = Meta(
+        H,
+        G,
+        D,
+        bits,
+        packed_bytes(D, bits),
+        BR=width(G),
+        BM=max(16, tile // channels),
+        BD=channels,
+        SOFTCAP=softcap != 0,
+        PRECISION=precision(q.dtype),
+    )
     span, parts = _parts(S, B * H, meta.BM)
     keys, of_keys = _rows(keys, meta.BYTES)
     values, of_values = _rows(values, meta.BYTES)
@@ -192,10 +201,9 @@ def attention_in_bits(
     given = Given(q.contiguous(), keys, values, visible, S, span, scale, softcap)
     found = Found(o, mass, scores if needs_scores else None)
     if parts > 1:
-        partial = (
-            q.new_empty(x, dtype=torch.float32) for x in ((B, H, parts, G, D), (B, H, parts, G))
-        )
-        found = Found(*partial, found.scores)
+        o_of_parts = q.new_empty((B, H, parts, G, D), dtype=torch.float32)
+        mass_of_parts = q.new_empty((B, H, parts, G), dtype=torch.float32)
+        found = Found(o_of_parts, mass_of_parts, found.scores)
     launcher(_attend_kernel, (B * H, parts))(
         given, of_keys, of_values, of_visible, found, meta=meta, num_warps=warps, num_stages=2
     )
