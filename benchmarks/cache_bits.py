@@ -1,17 +1,21 @@
-"""The table of caches in few bits: an untrained student of SmolLM2-135M, and the teacher, in 16, 8 and 4 bits.
+"""What to spend the bytes of a cache on: full heads, kept tokens or bits; untrained students of SmolLM2-135M.
 
-    python benchmarks/cache_bits.py        # ten minutes of one core; downloads what `make smollm2` does
+    python benchmarks/cache_bits.py        # half an hour of one core; goes on where it was stopped
 
-The student is that of recipes/smollm2.yaml before training. KL is from the teacher in 16 bits, in two held-out texts of
-2,048 tokens; bytes of the cache are relative to the teacher's in 16 bits. Writes benchmarks/results/cache_bits.json.
+Students are that of recipes/smollm2.yaml before training, with other numbers of full heads and kept tokens, and other
+bits. Two rows of held-out text are read, in which passages come twice (`row_of`). KL is from the teacher in 16 bits,
+recall is the part of the teacher's gain on the second reading, and bytes of the cache are relative to the teacher's in
+16 bits. Downloads what `make smollm2` does. Writes benchmarks/results/cache_bits.json.
 """
 
 import copy
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 
@@ -24,52 +28,154 @@ from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes
 
 ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "cache_bits.json"
-LENGTH = 2048
-TEXTS = 2
+RESULTS = ROOT / "benchmarks" / "results"
+RESULT = RESULTS / "cache_bits.json"
+ROWS = 2
 HELD_OUT = 900_000  # characters at the end of the text, which no recipe learns
 CACHE_AT = 8192
-MIXED = {"full_attention_heads": 4, "window": 8}
-STUDENTS = (  # how many times the kept tokens of the recipe, and bits
-    (1, None),
-    (1, 8),
-    (1, MIXED),
-    (2, 8),
-    (2, MIXED),
-    (5, MIXED),
+PASSAGE = 256  # tokens that are read twice
+AGAIN = {512: (256, 768), 2048: (512, 2560)}  # tokens between two readings, and where both begin
+LENGTH = 2816  # tokens of a row
+KEPT = (  # older tokens of each layer that `spread_kept` found with 174 for each head and 16 bits
+    *(174, 174, 174, 174, 44, 174, 174, 435, 174, 174, 44, 44, 44, 44, 174),
+    *(435, 44, 175, 44, 342, 435, 435, 174, 435, 435, 44, 174, 44, 44, 44),
+)
+PLAIN = {"kl_1024": slice(0, 768), "kl_2048": slice(1024, 2048)}  # tokens that are read once
+
+
+class Student(NamedTuple):
+    """A student: how many heads are full, what times KEPT tokens the others keep, and bits of both."""
+
+    heads: int = 8
+    times: float = 1
+    full_bits: int | None = 4
+    bits: int | None = 8
+    reach: int | None = None  # tokens that full heads see; None: all
+    window: int = 64  # tokens that the others see besides
+    alike: int | None = None  # tokens that all layers keep in place of KEPT
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        see = f"{self.heads} full heads" + (f" of {self.reach} tokens" if self.reach else "")
+        kept = f"{self.alike} kept tokens alike" if self.alike else f"{self.times} x kept tokens"
+        others = f"{kept}, window {self.window}, in {self.bits or 16}"
+        return f"{see} in {self.full_bits or 16} bits, {others}"
+
+
+STUDENTS = (
+    Student(8, 0.9),  # 4.5 %
+    Student(8, 4.8),  # 9 %
+    Student(12, 3.9),
+    Student(16, 2.8),
+    Student(8, 2.9, 8),
+    Student(4, 2),  # 4.5 %
+    Student(6, 1.45),
+    Student(8, 0.75, reach=2560, window=32),  # 2 %
+    Student(4, 1, reach=2560, window=32),
+    Student(8, 2.2),  # 6 %
+    Student(12, 1),
+    Student(6, 3.8, 8),  # 9 %
+    Student(8, 5.5, 8),  # 12 %
+    Student(16, 5.8),
+    Student(8, 1, None, None),
+    Student(full_bits=8, alike=371),  # the default
+    Student(full_bits=None, bits=None, alike=172),  # the same bytes in 16 bits
+    Student(8, 0.65, reach=2560, window=32),
 )
 TEACHERS = (8, 4)
+CHOSEN = (Student(8, 2.9, 8), Student(8, 0.9), Student(8, 0.65, reach=2560, window=32))
+LONG = 8192
+ENDS = (1024, 2048, 4096, 8192)  # places at which means over a long text end
+SLICE = 512  # tokens whose predictions are in memory at once
 
 
-def predictions(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """Logarithms of the probabilities of the next token, after each token of a text [1, T]."""
-    return model(text).logits.float().log_softmax(-1)
+def row_of(text: Tensor) -> Tensor:
+    """A row [1, LENGTH] of a text [1, T] in which two passages are read again, after 512 and after 2,048 tokens."""
+    row = text[:, :LENGTH].clone()
+    for first, second in AGAIN.values():
+        row[:, second : second + PASSAGE] = row[:, first : first + PASSAGE]
+    return row
 
 
-def distances(
-    expected: list[Tensor], model: PreTrainedModel, texts: list[Tensor]
+def predictions(model: PreTrainedModel, row: Tensor) -> Tensor:
+    """Logarithms of the probabilities of the next token [T, V] after each token of a row [1, T]."""
+    return model(row).logits[0].float().log_softmax(-1)
+
+
+def gains(p: Tensor, row: Tensor) -> dict[int, float]:
+    """By the tokens between: how many nats a token a passage gains on its second reading."""
+    losses = -p[:-1].gather(-1, row[0, 1:, None])[:, 0]
+    read = lambda start: losses[start : start + PASSAGE - 1].mean()  # noqa: E731
+    return {gap: (read(first) - read(second)).item() for gap, (first, second) in AGAIN.items()}
+
+
+def measured(
+    expected: list[Tensor], model: PreTrainedModel, rows: list[Tensor]
 ) -> dict[str, float]:
-    """KL from what a teacher predicts, in nats a token: of all tokens, and of the last half of each text."""
-    pairs = ((x, predictions(model, text)) for x, text in zip(expected, texts, strict=True))
-    kl = torch.cat([(x.exp() * (x - given)).sum(-1) for x, given in pairs])
-    return {"kl": kl.mean().item(), "kl_last_half": kl[:, LENGTH // 2 :].mean().item()}
+    """KL from what a teacher predicts, in nats a token, and recall as a part of the teacher's; means over rows."""
+    found: dict[str, list[float]] = {}
+    for p, row in zip(expected, rows, strict=True):
+        given = predictions(model, row)
+        kl = (p.exp() * (p - given)).sum(-1)
+        for name, part in PLAIN.items():
+            found.setdefault(name, []).append(kl[part].mean().item())
+        theirs = gains(p, row)
+        for gap, gain in gains(given, row).items():
+            found.setdefault(f"recall_{gap}", []).append(gain / theirs[gap])
+    return {name: sum(x) / len(x) for name, x in found.items()}
 
 
-def student_of(teacher: PreTrainedModel, times: int) -> PreTrainedModel:
-    """The student of the recipe, with so many times its kept tokens, untrained."""
+def by_position(teacher: PreTrainedModel, model: PreTrainedModel, row: Tensor) -> dict[int, float]:
+    """KL of the tokens of a row [1, LONG] up to each place of ENDS, from the place before it."""
+    read = [x.model(row).last_hidden_state[0].split(SLICE) for x in (teacher, model)]
+    parts = []
+    for hidden in zip(*read, strict=True):
+        p, given = (x.lm_head(y).log_softmax(-1) for x, y in zip((teacher, model), hidden))
+        parts.append((p.exp() * (p - given)).sum(-1))
+    kl = torch.cat(parts)
+    return {end: kl[start:end].mean().item() for start, end in pairwise((0, *ENDS))}
+
+
+def options_of(student: Student) -> dict[str, Any]:
+    """Its options: those of the recipe, whose heads are full first, and then those that predictions need."""
     options = yaml.safe_load((ROOT / "recipes" / "smollm2.yaml").read_text())["option"]
-    options["num_kept_tokens"] = [times * x for x in options["num_kept_tokens"]]
-    student = make_student(teacher, to="attention", keep="none", **options)
-    carry_over(student, teacher)
-    return student.eval()
+    chosen = {(i, h) for i, heads in enumerate(options["full_attention_heads"]) for h in heads}
+    ranking = json.loads((RESULTS / "head_choice.json").read_text())["rankings"]["loss"]
+    ranked = sorted(((i, h) for i, h, _ in ranking), key=lambda head: head not in chosen)
+    full = sorted(ranked[: student.heads])
+    layers = range(len(options["full_attention_heads"]))
+    options["full_attention_heads"] = [[h for layer, h in full if layer == i] for i in layers]
+    options["full_attention_window"] = student.reach
+    options["sliding_window"] = student.window
+    options["num_kept_tokens"] = [student.alike or round(student.times * x) for x in KEPT]
+    bits = {"full_attention_heads": student.full_bits, "window": student.bits}
+    options["cache_bits"] = {kind: x for kind, x in bits.items() if x} or None
+    return options
 
 
-def teacher_in_bits(teacher: PreTrainedModel) -> PreTrainedModel:
+def untrained(teacher: PreTrainedModel, student: Student) -> PreTrainedModel:
+    """A student with the teacher's weights."""
+    model = make_student(teacher, to="attention", keep="none", **options_of(student))
+    carry_over(model, teacher)
+    return model.eval()
+
+
+def teacher_in_bits(teacher: PreTrainedModel, bits: int) -> PreTrainedModel:
     """The teacher as a model of ours whose layers all keep their attention."""
     layers = tuple(range(teacher.config.num_hidden_layers))
     same = make_student(teacher, to="attention", keep=layers, num_sink_tokens=0, num_kept_tokens=0)
     carry_over(same, teacher)
+    same.config.cache_bits = bits
     return same.eval()
+
+
+def models(teacher: PreTrainedModel) -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
+    """The name of each row, and what makes its model."""
+    for bits in TEACHERS:
+        yield f"teacher in {bits} bits", lambda bits=bits: teacher_in_bits(teacher, bits)
+    for student in STUDENTS:
+        yield student.name, lambda student=student: untrained(teacher, student)
 
 
 def bytes_in_16_bits(count: Callable, config: PreTrainedConfig) -> int:
@@ -88,23 +194,25 @@ def main() -> None:
     file = str(real_teacher.fetch_teacher("smollm2"))
     teacher = load_teacher(file).float().eval()
     text = real_teacher.fetch_text().read_text(encoding="utf-8")[-HELD_OUT:]
-    tokens = load_tokenizer(file)(text, return_tensors="pt").input_ids[:, : TEXTS * LENGTH]
-    texts = list(tokens.split(LENGTH, 1))
-    expected = [predictions(teacher, x) for x in texts]
+    read = load_tokenizer(file)(text, return_tensors="pt").input_ids
+    tokens = read[:, : ROWS * LENGTH]
+    long = read[:, -LONG:]
+    rows = [row_of(x) for x in tokens.split(LENGTH, 1)]
+    chosen = [student.name for student in CHOSEN]
+    expected = [predictions(teacher, row) for row in rows]
     whole = bytes_in_16_bits(kv_cache_bytes, teacher.config)
-    rows = []
-    models = {times: student_of(teacher, times) for times in {times for times, _ in STUDENTS}}
-    named = [(f"student, {times} x kept tokens", models[times], bits) for times, bits in STUDENTS]
-    named += [("teacher", teacher_in_bits(teacher), bits) for bits in TEACHERS]
-    for name, model, bits in named:
-        model.config.cache_bits = bits
+    known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
+    for name, make in models(teacher):
+        if name in known:
+            continue
+        model = make()
         part = bytes_in_16_bits(cache_bytes, model.config) / whole
-        rows.append({"model": name, "bits": bits or 16, **distances(expected, model, texts)})
-        rows[-1]["part_of_cache"] = part
-        print(json.dumps(rows[-1]), flush=True)
-        RESULT.write_text(
-            json.dumps({"texts": TEXTS, "length": LENGTH, "rows": rows}, indent=1) + "\n"
-        )
+        known[name] = {"part_of_cache": part, **measured(expected, model, rows)}
+        if name in chosen:
+            known[name]["kl_by_position"] = by_position(teacher, model, long)
+        print(json.dumps({name: known[name]}), flush=True)
+        about = {"rows of text": ROWS, "tokens of a row": LENGTH, "rows": known}
+        RESULT.write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from hf_memory.conversion import (
     plan_rows,
     read_tokens,
 )
-from hf_memory.evaluation import agreement, cache_bytes
+from hf_memory.evaluation import agreement, cache_share
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 for name in ("teacher", "text", "student"):
@@ -46,5 +46,5 @@ near = agreement(student, teacher.eval(), held_out, length=min(arguments.length,
 print(f"KL from the teacher: {near.kl:.3f} nats a token")
 print(f"the same next token: {near.top1:.1%}")
 for context in (1024, 8192, 32768):
-    share = cache_bytes(student.config, context) / cache_bytes(teacher.config, context)
+    share = cache_share(student.config, teacher.config, context)
     print(f"cache after {context:,} tokens: {share:.0%} of the teacher's")

@@ -220,12 +220,17 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     assert f"teacher llama, {weights:,} parameters" in lines
     assert "attention kept 1" in lines
     assert "128 tokens, 0.036 times the text" in lines
-    assert "cache of 1,024 tokens 0.13 MB, 50.4% of the teacher's 0.26 MB" in lines
+    assert "cache of 1,024 tokens 0.07 MB, 50.9% of the teacher's 0.13 MB in 16 bits" in lines
     assert list(tmp_path.iterdir()) == []
     code, out, err = run(*command, "--transfer", "length=4096")
     assert out == ""
     assert code == 2
     assert "length must be at most the teacher's 2048 positions, got 4096" in err
+    settings = "option: {cache_bits: {attention: 4}, sliding_window: 8}\nto: attention"
+    (tmp_path / "settings.yaml").write_text(settings)
+    code, out, err = run(*command, "--config", tmp_path / "settings.yaml", "--keep", "1/2")
+    assert err == ""
+    assert "bits of the cache attention: 4" in " ".join(out.split())
     (tmp_path / "settings.yaml").write_text("cross-entropy: 2")
     code, out, err = run(*command, "--config", tmp_path / "settings.yaml")
     assert out == ""

@@ -570,6 +570,18 @@ def test_a_conversion_in_chunks_has_the_same_student():
         ).abs().max() <= 1e-3 * y.abs().max()  # Adam makes much of the rounding of small gradients
 
 
+def test_a_conversion_in_chunks_does_not_see_that_the_cache_is_rounded():
+    students = []
+    for bits in (None, 8):
+        teacher = make_teacher()
+        options = {"sliding_window": 4, "num_kept_tokens": 4, "kept_block_size": 4}
+        student = conversion.make_student(teacher, cache_bits=bits, **options)
+        conversion.distill(student, teacher, text(), SCHEDULE._replace(steps=1, chunk_length=8))
+        assert student.config.cache_bits == bits
+        students.append(student)
+    assert same(*students)
+
+
 def test_a_loss_is_of_targets_alone_and_every_window_has_one():
     tokens = torch.arange(60)
     targets = torch.zeros(60, dtype=torch.bool)

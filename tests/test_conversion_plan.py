@@ -47,7 +47,7 @@ def planned(**recipe):
         (
             {"to": "deltaformer"},
             (
-                "grows with the text at 103% of",
+                "grows with the text at 106% of",
                 "its teacher before any training",
                 "trained on the text",
             ),  # and positions
@@ -173,23 +173,27 @@ def test_only_attention_learns_where_the_teacher_has_all_parts(to, options, trai
 
 
 @pytest.mark.parametrize(
-    ("to", "options", "window", "kept"),
+    ("to", "options", "window", "kept", "bits"),
     [
-        ("attention", {}, 64, 172),
-        ("attention", {"sliding_window": 100}, 100, 0),
-        ("attention", {"attention_sinks": True}, 256, 0),
-        ("deltanet", {}, 256, 0),
+        ("attention", {}, 64, 371, 8),
+        ("attention", {"cache_bits": None}, 64, 371, None),
+        ("attention", {"sliding_window": 100}, 100, 0, None),
+        ("attention", {"attention_sinks": True}, 256, 0, None),
+        ("deltanet", {}, 256, 0, None),
     ],
 )
-def test_heads_with_windows_keep_tokens_unless_options_say_otherwise(to, options, window, kept):
+def test_heads_with_windows_keep_tokens_unless_options_say_otherwise(
+    to, options, window, kept, bits
+):
     student = resolve(Recipe(to, options=options), make_teacher("llama").config, text(4000)).student
     assert student.sliding_window == window
     assert getattr(student, "num_kept_tokens", 0) == kept
+    assert student.cache_bits == bits
 
 
 @pytest.mark.parametrize(
     ("keep", "said"),
-    [("heads:1/2", "172 of each head, beside a window of 64"), ("heads:1/1", None)],
+    [("heads:1/2", "371 of each head, beside a window of 64"), ("heads:1/1", None)],
 )
 def test_a_plan_says_how_many_tokens_heads_keep(keep, said):
     plan = resolve(Recipe(keep=keep), make_teacher("llama").config, text(4000))

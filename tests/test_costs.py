@@ -69,6 +69,15 @@ def test_layers_that_keep_different_numbers_of_tokens_cost_as_much_as_with_their
     assert least.parts["activations"] < 0.98 * cost.parts["activations"]
 
 
+def test_a_student_in_bits_reads_text_after_its_costs_were_counted():
+    """Nothing is left in the student of the tensors without data on which costs are counted."""
+    teacher = make_teacher()
+    seen = {"sliding_window": 8, "num_kept_tokens": 4, "kept_block_size": 4, "cache_bits": 4}
+    plan = plan_of(teacher, to="attention", options=seen)
+    assert costs(plan) == costs(plan)
+    assert saved_bytes(plan, teacher) > 0
+
+
 def test_weights_cost_two_operations_forward_and_four_backward():
     teacher = make_teacher()
     (cost,) = costs(plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8}))

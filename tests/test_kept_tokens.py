@@ -60,16 +60,18 @@ def test_tokens_go_where_the_divergence_falls_most(distances, heads, expected, m
     assert [x.kv_eviction.kept for x in student.modules() if isinstance(x, WindowedMixer)] == [8, 8]
 
 
-def test_layers_are_measured_as_students_that_keep_so_many(monkeypatch):
+@pytest.mark.parametrize("bits", [None, 8])
+def test_layers_are_measured_as_students_that_keep_so_many(monkeypatch, bits):
     teacher = make_teacher("llama").double()
     seen = []
     divergence = kept_tokens.divergence
     monkeypatch.setattr(kept_tokens, "divergence", lambda s, t: seen.append(s) or divergence(s, t))
     tokens = random_tokens(T)
-    spread_kept_tokens(make(teacher), teacher, tokens, length=T)
+    spread_kept_tokens(make(teacher, cache_bits=bits), teacher, tokens, length=T)
     for kept, found in zip(([8, 8], [2, 8], [20, 8], [8, 2], [8, 20]), seen, strict=True):
         with torch.no_grad():
-            assert torch.equal(found, make(teacher, num_kept_tokens=kept)(tokens[None]).logits[0])
+            student = make(teacher, num_kept_tokens=kept, cache_bits=bits)
+            assert torch.equal(found, student(tokens[None]).logits[0])
 
 
 def test_a_layer_that_keeps_everything_leaves_the_others_their_places(monkeypatch):

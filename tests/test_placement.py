@@ -1,5 +1,6 @@
 """Which layers or heads keep their attention: the words for it, and the rankings."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -31,7 +32,7 @@ from hf_memory.conversion.students.heads import (
     ranked,
     window_divergences,
 )
-from hf_memory.evaluation import bytes_per_token
+from hf_memory.evaluation import bytes_per_token, cache_bytes
 from hf_memory.files.text import Text
 from teachers import convert, make_teacher, same
 
@@ -307,6 +308,21 @@ def test_a_goal_is_a_distance_on_windows_of_the_length_of_training(length):
         logits = [model(rows).logits[:, :-1].log_softmax(-1) for model in (made.student, teacher)]
     kl = F.kl_div(*logits, reduction="none", log_target=True).sum(-1).mean().item()
     assert found.kl == pytest.approx(kl, rel=1e-4)
+
+
+def test_the_cache_of_a_student_for_a_goal_is_counted_in_its_bits():
+    teacher = make_teacher()
+    tokens = random_tokens(1, 400)[0]
+    sizes = {}
+    for bits in (None, 8, 4):
+        options = {"sliding_window": 6, "cache_bits": bits}
+        (found,) = smallest_student(Recipe(options=options), 10.0, teacher, tokens)
+        plan = resolve(found.recipe, teacher.config, tokens, choice=found.choice)
+        sizes[bits] = found.cache
+        ours, theirs = (copy.deepcopy(x) for x in (plan.student, teacher.config))
+        ours.dtype = theirs.dtype = torch.bfloat16
+        assert found.cache == cache_bytes(ours, 8192) / cache_bytes(theirs, 8192)
+    assert sizes[4] < sizes[8] < sizes[None]
 
 
 def test_the_smallest_student_that_reaches_a_goal_is_found():

@@ -65,7 +65,11 @@ GEMMA3 = Gemma3TextConfig(
 @pytest.mark.parametrize(
     ("name", "teacher", "stages"),
     [(name, teacher, (8_192_000,)) for name, teacher in TEACHERS.items()]
-    + [("smollm2", SMOLLM2, (61_440,)), ("smollm2-slots", SMOLLM2, (12_288, 40_960))]
+    + [
+        ("smollm2", SMOLLM2, (40_960,)),
+        ("smollm2-small", SMOLLM2, (40_960,)),
+        ("smollm2-slots", SMOLLM2, (12_288, 40_960)),
+    ]
     + [
         ("smollm2-7-layers", SMOLLM2, (24_576, 122_880)),
         ("smollm2-4-layers", SMOLLM2, (24_576, 36_864)),

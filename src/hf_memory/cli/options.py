@@ -23,6 +23,7 @@ from hf_memory.modeling.checks import check_type
 from hf_memory.modeling.configuration import MemoryConfig
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
+WORDS = {"true": True, "false": False, "null": None}
 NUMBER = re.compile(r"\d*\.?\d+")
 GENERATED = "teacher:500k[:prompts.txt] is text that the teacher writes"
 
@@ -150,7 +151,7 @@ class TrainingFlags:
 
 
 def read_pairs(pairs: list[str] | None) -> dict:
-    """Parse name=value pairs; a value is a number, true, false, a list such as [a, b], JSON in braces, or a string."""
+    """Parse name=value pairs; a value is a number, true, false, null, a list as [a, b], JSON in braces, or a string."""
     options = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
@@ -160,7 +161,7 @@ def read_pairs(pairs: list[str] | None) -> dict:
     return options
 
 
-def _value(text: str) -> bool | int | float | str | list | dict:
+def _value(text: str) -> bool | int | float | str | list | dict | None:
     if text.startswith("{") and text.endswith("}"):
         with suppress(ValueError):  # of what is no JSON
             return json.loads(text)
@@ -168,8 +169,8 @@ def _value(text: str) -> bool | int | float | str | list | dict:
         with suppress(ValueError):  # of words that are not quoted
             return json.loads(text)
         return [_value(part.strip()) for part in text[1:-1].split(",")]
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
     for number in (int, float):
         try:
             return number(text)

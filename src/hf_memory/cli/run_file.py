@@ -1,5 +1,6 @@
 """A run of the command line as a YAML file: the names of its flags and their values."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -157,4 +158,8 @@ def _value(parameter, value):
 def _word(value) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_word, value))}]"
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

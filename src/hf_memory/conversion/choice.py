@@ -84,7 +84,7 @@ class Tried(NamedTuple):
 
     Attributes:
         recipe: its recipe.
-        cache: bytes of its cache relative to its teacher's, from 0 to 1.
+        cache: bytes of its cache relative to its teacher's in 16 bits, from 0 to 1.
         kl: KL divergence from its teacher, in nats per token.
         choice: its heads.
     """

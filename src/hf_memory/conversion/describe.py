@@ -15,8 +15,8 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
 from hf_memory.conversion.stages.trainer import TRAINING
 from hf_memory.conversion.stages.transfer import TRANSFER
 from hf_memory.conversion.students.heads import HEAD_SCORES
-from hf_memory.evaluation import bytes_per_token, cache_bytes, layer_types
-from hf_memory.evaluation.efficiency import FAR
+from hf_memory.evaluation import bytes_per_token, cache_bytes, cache_share, layer_types
+from hf_memory.evaluation.efficiency import FAR, in_16_bits
 from hf_memory.export import NotExportable, find_target
 from hf_memory.integrations.vllm import placement
 from hf_memory.modeling.configuration import MemoryConfig
@@ -59,7 +59,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
     if plan.recipe.to is None:
         return
     longest = CONTEXTS[-1]
-    share = cache_bytes(plan.student, longest) / cache_bytes(plan.teacher, longest)
+    share = cache_share(plan.student, plan.teacher, longest)
     if share >= NO_SMALLER:
         yield (
             f"The cache is {share:.0%} of the teacher's, so that nothing is saved: choose another --to, such as "
@@ -221,8 +221,8 @@ def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
         return f"its cache has a fixed size of {_megabytes(last)}, however long the text is"
     if not grows:
         return f"its cache grows with the text up to {_megabytes(last)}, and no further"
-    teachers = bytes_per_token(teacher)
-    share = grows / teachers if teachers else float("inf")
+    ours, teachers = (bytes_per_token(in_16_bits(x)) for x in (student, teacher))
+    share = ours / teachers if teachers else float("inf")
     how = (
         "as fast as its teacher's"
         if f"{share:.0%}" == "100%"
@@ -322,6 +322,9 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
             "older tokens kept",
             f"{mean} of each head{more}, beside a window of {plan.student.sliding_window}",
         )
+    if bits := getattr(plan.student, "cache_bits", None):
+        given = bits if isinstance(bits, dict) else {"all keys and values": bits}
+        yield "bits of the cache", ", ".join(f"{kind}: {x}" for kind, x in given.items())
 
 
 def _kept_tokens(student: Any) -> list[int]:
@@ -357,11 +360,12 @@ def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _cache_row(plan: Plan, context: int) -> tuple[str, str]:
     name = f"cache of {context:,} tokens"
-    ours = cache_bytes(plan.student, context)
+    ours = _megabytes(cache_bytes(in_16_bits(plan.student), context))
     if plan.recipe.to is None:
-        return name, _megabytes(ours)
-    theirs = cache_bytes(plan.teacher, context)
-    return name, f"{_megabytes(ours)}, {ours / theirs:.1%} of the teacher's {_megabytes(theirs)}"
+        return name, ours
+    share = cache_share(plan.student, plan.teacher, context)
+    theirs = _megabytes(cache_bytes(in_16_bits(plan.teacher), context))
+    return name, f"{ours}, {share:.1%} of the teacher's {theirs} in 16 bits"
 
 
 def _megabytes(size: int) -> str:

@@ -12,7 +12,7 @@ from hf_memory.conversion.recipe import Recipe
 from hf_memory.conversion.students import usual_window
 from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.conversion.untrained import ranked_heads, untrained_student
-from hf_memory.evaluation import agreement, cache_bytes
+from hf_memory.evaluation import agreement, cache_share
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 
@@ -92,4 +92,4 @@ def smallest_student(
 
 
 def _cache(plan: Plan) -> float:
-    return cache_bytes(plan.student, CONTEXT) / cache_bytes(plan.teacher, CONTEXT)
+    return cache_share(plan.student, plan.teacher, CONTEXT)

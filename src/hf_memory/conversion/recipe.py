@@ -141,11 +141,11 @@ class Recipe:
             have windows. Layer numbers, counted from 0, or words; it becomes a `Keep`. `"heads:1/10"` keeps no layer;
             instead a tenth of the key-value heads in replaced layers keep all keys and values, those that predictions
             of the teacher need most, see `rank_heads_by_predictions`. The other heads have what options say, see
-            `usual_window`: by default a window of 64 tokens, four first ones and 172 others that received attention, or
-            with a memory of another kind a window of 256 tokens and what left it. `"auto"` keeps the quarter of the
-            layers that matter most (an eighth with `"auto:1/8"`), those whose heads' scores of the same ranking have
-            the largest sum. `"retrieval:1/10"` ranks heads by their retrieval, see `rank_heads_by_retrieval`, which
-            needs no gradients.
+            `usual_window`: by default a window of 64 tokens, four first ones and 371 others that received attention, in
+            8 bits; or with a memory of another kind a window of 256 tokens and what left it. `"auto"` keeps the quarter
+            of the layers that matter most (an eighth with `"auto:1/8"`), those whose heads' scores of the same ranking
+            have the largest sum. `"retrieval:1/10"` ranks heads by their retrieval, see `rank_heads_by_retrieval`,
+            which needs no gradients.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
         spread_kept: whether layers keep different numbers of older tokens (`num_kept_tokens`), as many in total, where
             the student comes nearest to its teacher by them before it is trained, see `spread_kept_tokens`.

@@ -4,6 +4,7 @@ from hf_memory.evaluation.efficiency import (
     bytes_per_token,
     cache_bytes,
     cache_bytes_after,
+    cache_share,
     cost,
     kv_cache_bytes,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "bytes_per_token",
     "cache_bytes",
     "cache_bytes_after",
+    "cache_share",
     "copy_gain",
     "cost",
     "evaluate",

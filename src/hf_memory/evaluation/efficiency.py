@@ -1,5 +1,6 @@
 """The cost of a context: bytes of the cache, and tokens per second."""
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,19 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
             f"config must have layers of attention or of hf_memory, got {', '.join(sorted(set(kinds)))}"
         )
     return sum(seen[kind] for kind in kinds) * _token_bytes(config)
+
+
+def cache_share(student: PreTrainedConfig, teacher: PreTrainedConfig, num_tokens: int) -> float:
+    """Bytes of a student's cache relative to its teacher's after `num_tokens` tokens, if both run in bfloat16."""
+    ours, theirs = (cache_bytes(in_16_bits(config), num_tokens) for config in (student, teacher))
+    return ours / theirs
+
+
+def in_16_bits(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the same model in bfloat16."""
+    config = copy.deepcopy(config)
+    config.dtype = torch.bfloat16
+    return config
 
 
 def bytes_per_token(config: PreTrainedConfig) -> int:

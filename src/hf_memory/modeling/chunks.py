@@ -77,6 +77,10 @@ def check_divisible(
     check_mask_length(rows, attention_mask, None)
     if torch.is_grad_enabled():
         check_passes_gradients(model, otherwise)
+        if bits := model.config.cache_bits:
+            raise ValueError(
+                f"{otherwise} with cache_bits={bits}: gradients do not flow through states in few bits"
+            )
     if model.training and any(layer.gradient_checkpointing for layer in model.layers):
         raise ValueError(
             f"{otherwise} with activation_checkpointing, which computes layers again without a cache"
@@ -89,10 +93,6 @@ def check_divisible(
 
 def check_passes_gradients(model, otherwise: str) -> None:
     """Raise ValueError, which begins with `otherwise`, unless parts of a row give the gradients of the whole row."""
-    if bits := model.config.cache_bits:
-        raise ValueError(
-            f"{otherwise} with cache_bits={bits}: gradients do not flow through states in few bits"
-        )
     if stops := {
         type(layer.mixer).__name__ for layer in model.layers if not layer.mixer.passes_gradients
     }:

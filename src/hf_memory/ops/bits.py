@@ -134,7 +134,8 @@ def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def _matrix(kind: str, size: int, like: Tensor) -> Tensor:
-    make = _new_matrix if torch.compiler.is_compiling() else _kept_matrix
+    is_plain = type(like) is Tensor and not torch.compiler.is_compiling()
+    make = _kept_matrix if is_plain else _new_matrix  # a matrix without data must not be kept
     return make(kind, size, like.dtype, like.device)
 
 

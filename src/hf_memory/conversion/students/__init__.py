@@ -109,18 +109,21 @@ def usual_window(
 ) -> dict[str, int]:
     """What heads that do not keep everything see, as options of the student that hold as many bytes as these tokens.
 
-    It is the teacher's own window if it has one; a window and kept tokens for students without another memory, unless
-    options have a window or what stands for the first tokens; and otherwise a window.
+    It is the teacher's own window if it has one; a window and kept tokens in 8 bits for students without another
+    memory, unless options have a window or what stands for the first tokens; and otherwise a window. The tokens have
+    16 bits a number.
     """
     own = own_window(teacher)
     given = ("sliding_window", "num_kept_tokens", "attention_sinks", "virtual_token")
     if own or to != "attention" or any(options.get(name, False) is not False for name in given):
         return {"sliding_window": own or tokens}
     near = tokens // 4
+    entries = tokens * 16 // 9  # a number in 8 bits takes 9 with its scales
     return {
         "sliding_window": near,
-        "num_kept_tokens": tokens - near - SINKS - BLOCK,
+        "num_kept_tokens": entries - near - SINKS - BLOCK,
         "kept_block_size": BLOCK,
+        "cache_bits": 8,
     }
 
 
