@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from hf_memory.cli.convert import StudentFlags
 from hf_memory.conversion import resolve
 from hf_memory.conversion.costs import costs, read_device
-from hf_memory.evaluation import cache_bytes
+from hf_memory.evaluation import cache_share
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 DEVICES = {"qwen3-8b": "8xh100"}  # for others one H100
@@ -52,7 +52,7 @@ def row(name: str, sizes: dict) -> list[str]:
     most = max(found, key=lambda cost: cost.peak)
     parts = [f"{most.parts[part] / 1e9:.1f}" for part in PARTS]
     time = sum(cost.seconds(device, number) for cost in found) / 60
-    share = cache_bytes(plan.student, CONTEXT) / cache_bytes(teacher, CONTEXT)
+    share = cache_share(plan.student, teacher, CONTEXT)
     tokens = f"{sum(cost.tokens for cost in found):,}"
     return [
         f"`{name}.yaml`",

@@ -8,7 +8,7 @@ Teacher and text are those of examples/real_teacher.py; the first row is of reci
 without memory spends the tokens of transfer on distillation. Students of other recipes are made by `hf-memory convert`,
 which also takes the time to measure them. Of the text a tenth is held out. Perplexity, KL and agreement are of 12
 windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading of 256 tokens after
-512 (four passages) or 2,048 others (three); bytes are of caches in float32. What a token costs is CPU time of one
+512 (four passages) or 2,048 others (three); bytes are of caches in 16 bits. What a token costs is CPU time of one
 thread beside the teacher's, in turn, after contexts that are set and not read (decode.py). Writes
 benchmarks/results/smollm2.json and the table in docs/research/students.md.
 """
@@ -47,7 +47,7 @@ from hf_memory.conversion import (  # noqa: E402
     resolve,
     write_model,
 )
-from hf_memory.evaluation import agreement, bytes_per_token, cache_bytes, copy_gain  # noqa: E402
+from hf_memory.evaluation import agreement, bytes_per_token, cache_share, copy_gain  # noqa: E402
 from hf_memory.files.fingerprints import tokens_fingerprint  # noqa: E402
 from hf_memory.files.text import Text  # noqa: E402
 from hf_memory.progress import Progress  # noqa: E402
@@ -60,7 +60,7 @@ BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how
 CONTEXT = 8192  # tokens of the caches
 RETRIEVE = "17,18,20,21,22,23,24"  # layers that hold all of the nine heads that retrieve most
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
-    "8 of 90 heads that answers need, window 64, kept tokens by layer, practice": "smollm2",
+    "8 of 90 heads that answers need, window 64, kept tokens by layer in 8 bits, practice": "smollm2",
     "1/11 of heads, window 275, 2,048 tokens, virtual token, no memory": "smollm2-heads",
     "7 of 30 layers, those that predictions need, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
     "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
@@ -340,8 +340,7 @@ def measured(
             f"recall kept after {gap}": gain / gains[gap]
             for gap, gain in recall(student, held_out).items()
         },
-        "cache at 8k / teacher": cache_bytes(student.config, CONTEXT)
-        / cache_bytes(teacher.config, CONTEXT),
+        "cache at 8k / teacher": cache_share(student.config, teacher.config, CONTEXT),
         "bytes a token of context": bytes_per_token(student.config),
     }
 
