@@ -297,9 +297,12 @@ def test_a_mixture_is_of_texts(texts):
         Text.mixed(texts, [1.0, 1.0])
 
 
-def test_read_tokens_takes_a_list_of_texts_and_a_limit_above_zero(tokenizer, text):
+def test_read_tokens_takes_a_list_of_texts(tokenizer, text):
     with pytest.raises(ValueError, match="sources must be a list of texts, got one"):
         read_tokens(str(text), tokenizer)
+
+
+def test_read_tokens_takes_a_limit_above_zero(tokenizer, text):
     for limit in (0, -5, 1.5):
         with pytest.raises(
             ValueError, match=f"limit must be a number of tokens above 0, got {limit}"

@@ -19,7 +19,8 @@ from cases import SIZES
 from hf_memory import FAMILIES
 from hf_memory.mixers import windowed
 from hf_memory.mixers.transformer import PASTS, PATTERNS
-from hf_memory.modeling import delta_net, gated_linear_attention
+from hf_memory.mixers.transformer.relations import POSITIONS
+from hf_memory.modeling import delta_net, gated_linear_attention, titans
 
 ROPE = {"rope_type": "default", "rope_theta": 10.0}
 SMALL = {
@@ -509,6 +510,27 @@ LAYERS = [
 NAMES_OF_LAYERS = ["-".join([family, *map(str, options.values())]) for family, options, _ in LAYERS]
 
 
+def with_all(table: list[Change], **options) -> list[Change]:
+    """A table with these values in place of its own for these options."""
+    return [x for x in table if not options.keys() & x.values.keys()] + changes(**options)
+
+
+ALL_POSITIONS = {"position": [x for x in POSITIONS if x != "rope"]}
+ALL_RULES = {"memory_rule": [x for x in titans.RULES if x != "titans"]}
+COMPLETE = [  # tables that have one value of a kind above, with all of them: they take minutes
+    *(
+        (family, options, with_all(table, **ALL_POSITIONS))
+        for family, options, table in LAYERS
+        if family == "hf_memory_transformer"
+    ),
+    *(
+        (family, options, with_all(table, **ALL_RULES))
+        for family, options, table in FORMS
+        if family == "hf_memory_titans"
+    ),
+]
+
+
 @pytest.mark.parametrize(("family", "options", "all_changes"), LAYERS, ids=NAMES_OF_LAYERS)
 def test_each_of_two_options_has_an_effect_or_both_are_refused(family, options, all_changes):
     layer = Layer(family, **options)
@@ -519,6 +541,14 @@ def test_each_of_two_options_has_an_effect_or_both_are_refused(family, options, 
         if useless:
             ignored.append((useless, [x.name for x in chosen]))
     assert not ignored
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(("family", "options", "all_changes"), COMPLETE)
+def test_each_of_two_options_of_a_complete_table_has_an_effect_or_both_are_refused(
+    family, options, all_changes
+):
+    test_each_of_two_options_has_an_effect_or_both_are_refused(family, options, all_changes)
 
 
 REFUSED = [

@@ -430,6 +430,18 @@ def test_a_count_below_its_least_that_is_taken_is_seen(message, monkeypatch):
         test_inputs.test_measures_refuse_numbers_out_of_their_range(message)
 
 
+def test_a_limit_of_no_tokens_that_is_taken_is_seen(tokenizer, text, monkeypatch):
+    """As by a reader for which any limit that cannot be reached is none."""
+    read = test_inputs.read_tokens
+
+    def take(sources, tokenizer, *, limit):
+        return read(sources, tokenizer, limit=limit if limit > 0 else None)
+
+    monkeypatch.setattr(test_inputs, "read_tokens", take)
+    with pytest.raises(pytest.fail.Exception):
+        test_inputs.test_read_tokens_takes_a_limit_above_zero(tokenizer, text)
+
+
 @pytest.mark.parametrize("name", ["steps", "length"])
 def test_a_fraction_in_a_schedule_that_is_taken_is_seen(name, monkeypatch):
     monkeypatch.setattr(recipe, "check_type", lambda *given: None)
