@@ -183,8 +183,30 @@ def test_a_model_of_titans_is_exported_for_any_length(case):
         assert_close(logits, model(tokens).logits)
 
 
-def test_an_export_of_mac_for_any_length_says_that_it_has_no_gradients():
-    model = make_model(CASE["titans-mac"], num_hidden_layers=1)
+ANY_LENGTH = [
+    "linear-identity-norm",
+    "deltanet",
+    "deltaformer",
+    "attention-heads",
+    "attention-kept",
+]
+
+
+@pytest.mark.parametrize("name", ANY_LENGTH)
+@torch.no_grad()
+def test_transformers_exports_a_model_for_any_number_of_rows_and_tokens(name):
+    """Traced with 2 rows of 12 tokens, which it divides into other pieces than those that it runs with."""
+    model = make_model(CASE[name], **one_layer(CASE[name])).double()
+    sample = {"input_ids": random_tokens(2, 12), "use_cache": False}
+    exported = DynamoExporter().export_program(model, sample, DynamoConfig(dynamic=True))[0]
+    run = exported.module()
+    for rows, length in ((3, 37), (1, 130)):
+        tokens = random_tokens(rows, length)
+        assert_close(run(input_ids=tokens).logits, model(tokens).logits)
+
+
+def test_an_export_for_any_length_says_that_it_has_no_gradients():
+    model = make_model(CASE["linear-identity-norm"], num_hidden_layers=1)
     length = {1: torch.export.Dim("length", min=2)}
     with pytest.raises(ValueError, match=r"must run under torch.no_grad\(\), got gradients"):
         torch.export.export(model, (random_tokens(1, 9),), dynamic_shapes={"input_ids": length})

@@ -218,7 +218,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def _record(self, inputs: Inputs) -> None:
         last = self.recorded[-1]
-        B = len(next(iter(inputs.values())))
+        B = next(iter(inputs.values())).shape[0]
         last.inputs.append(
             {name: owned(x.detach().expand(B, *x.shape[1:])) for name, x in inputs.items()}
         )

@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import (
 )
 
 from hf_memory.convertible import Convertible
-from hf_memory.ops.layout import expand_dims_like
+from hf_memory.ops.layout import expand_dims_like, true_first
 from hf_memory.ops.masks import packed
 from hf_memory.ops.precision import upcast
 from hf_memory.ops.short_convolution import convolution_step
@@ -208,7 +208,7 @@ def last_tokens(
 
 def real_tokens_first(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """x [B, T, ...] with the padding of each row moved to the end, and the original places of the tokens [B, T]."""
-    order = attention_mask.long().argsort(dim=1, descending=True, stable=True)
+    order = true_first(attention_mask.bool())
     return x.gather(1, _index(order, x)), order
 
 

@@ -97,7 +97,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
         """
         if not self.config.num_persistent_tokens:
             return None
-        rows = self.persistent.to(hidden_states.dtype).expand(len(hidden_states), -1, -1)
+        rows = self.persistent.to(hidden_states.dtype).expand(hidden_states.shape[0], -1, -1)
         _, k, v = self.project_heads(rows, None)
         return Columns(all_tokens(k.shape[1], k), k, v, everything)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.ops.autograd import first_derivatives_only
+from hf_memory.ops.exported import varies
 from hf_memory.ops.gate_channels import GateChannels
-from hf_memory.ops.layout import varies
 from hf_memory.ops.masks import Mask, Tokens, seen
 from hf_memory.ops.soft_cap import soft_capped
 
@@ -73,7 +73,7 @@ class Blocks(NamedTuple):
         visible = _joined([mask.expand(-1, kinds, -1, -1) for mask in masks], -1)
         if kinds not in (1, heads):  # masks by head
             visible = visible.repeat(1, -(-heads // kinds), 1, 1)[:, :heads]
-        rows = max(len(x.tokens.position) for x in columns)
+        rows = next((n for n in map(_rows, columns) if n != 1), 1)
         k_pos = _joined([x.tokens.position.expand(rows, -1) for x in columns], 1)
         return cls(queries, keys, values, visible, tokens.position, k_pos)
 
@@ -172,6 +172,10 @@ class Scores(NamedTuple):
         return o if of_distances is None else o + of_distances.to(o.dtype), mass
 
 
+def _rows(columns: Columns) -> int:
+    return columns.tokens.position.shape[0]
+
+
 def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None) -> list[Blocks]:
     """Blocks of queries with the tokens near them, and optionally the first tokens of their row, in groups.
 
@@ -200,13 +204,13 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
 
 def _group(q: Tensor, queries: Tokens, near: Columns, first: Columns | None, C: int) -> Blocks:
     """One group of `near_blocks`: blocks of C queries."""
-    B = len(q)
+    B = q.shape[0]
     past = near.keys.shape[1] - q.shape[1]
     tokens = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, -1))
     q_blocks = _blocks_of(q, 0, C)
     near = _near_columns(near, B, past, C)
     if first is not None:
-        n = len(q_blocks) // B
+        n = q_blocks.shape[0] // B
         first = first.map(lambda x: x.expand(B, *x.shape[1:]))
         if n > 1:
             first = first.map(lambda x: x.repeat_interleave(n, 0))
@@ -309,9 +313,8 @@ def full_attention(
         return slice(0 if window is None else max(0, before + here.start - window + 1), end)
 
     others = [] if first is None else [first]
-    return rows_of(
-        map(scores.attend, blocks_in_turn(q, queries, LONG_BLOCK, past, near, *others)), q
-    )
+    C = T if varies(T) else LONG_BLOCK
+    return rows_of(map(scores.attend, blocks_in_turn(q, queries, C, past, near, *others)), q)
 
 
 def softmax_of(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,7 @@ class Context(NamedTuple):
         return (
             self.states["tokens_read"][:, None]
             if self.states
-            else x.new_zeros(len(x), 1, dtype=torch.long)
+            else x.new_zeros(x.shape[0], 1, dtype=torch.long)
         )
 
     def tokens_and_count(self, x: Tensor) -> tuple[Tokens, Tensor]:
@@ -367,7 +367,7 @@ class MemoryMixer(Convertible, Projections):
         cu_seqlens: Tensor | None,
     ) -> Inputs:
         """The inputs of `mix_inputs` by name, from arguments of `forward`; packed rows become one."""
-        B = len(hidden_states)
+        B = hidden_states.shape[0]
         inputs = {"hidden_states": hidden_states}
         if position_embeddings is not None and self.sees_positions:
             inputs["cos"], inputs["sin"] = position_embeddings

@@ -11,6 +11,7 @@ from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.pasts import take
 from hf_memory.ops.bits import pack, rounded, unpack
 from hf_memory.ops.deltaformer import corrected_values, read
+from hf_memory.ops.layout import true_first
 from hf_memory.ops.masks import Tokens, causal, window
 
 
@@ -77,7 +78,7 @@ class DeltaFormerMixer(MemoryMixer):
         tokens, tokens_read = context.tokens_and_count(k)
         cached_k = k if self.config.write_rope else torch.cat([k, k_written], -1)
         cached_k, stored_k = self._rounded(cached_k)
-        position = tokens.position.expand(len(k), -1).int()
+        position = tokens.position.expand(k.shape[0], -1).int()
         before = self._in_numbers(context, cached_k)
         past, _ = before.grown({"keys": cached_k, "positions": position})
         is_full = context.is_whole or context.cu_seqlens is not None
@@ -133,10 +134,10 @@ class DeltaFormerMixer(MemoryMixer):
         """The last tokens that the window of the next token sees, with padding before them; or all."""
         if self.window is None:
             return past
-        first = max(0, past["values"].shape[1] - self.window + 1)
+        first = torch.sym_max(0, past["values"].shape[1] - self.window + 1)
         if mask is None:
             return {name: x[:, first:] for name, x in past.items()}
-        order = mask.long().argsort(dim=1, stable=True)[:, first:]
+        order = true_first(~mask)[:, first:]
         return {name: take(x, order) for name, x in past.items()}
 
     def _write(

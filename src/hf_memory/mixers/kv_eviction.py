@@ -30,6 +30,7 @@ from hf_memory.mixers.pasts import take
 from hf_memory.ops.attention_in_bits import attention_in_bits, reads_bytes
 from hf_memory.ops.bits import pack_both, rounded, unpack
 from hf_memory.ops.dispatch import Backend
+from hf_memory.ops.exported import first_tokens
 from hf_memory.ops.kv_eviction import places_that_stay, retained_attention, rows_at
 from hf_memory.ops.layout import expand_dims_like
 
@@ -218,11 +219,11 @@ class KVEviction(NamedTuple):
         stored = self._stored(k, v)
         entries = self._entries(stored[0], upcast(q[:0]).dtype, context)
         width = T + (c - 1 if context.states else 0)  # a piece may begin anywhere in a block
-        place = torch.arange(-(-width // c) * c, device=q.device)
+        place = torch.arange((width + c - 1) // c * c, device=q.device)
         number = torch.where(place < offset + after - before, before - offset + place + 1, 0).int()
         back = (place - offset).clamp(max=T - 1)  # to the new tokens
         token = torch.where(back < 0, place, c + back)
-        beyond = (0, 0, 0, 0, 0, len(place) - T)  # padding of rows [B, T, H, D]
+        beyond = (0, 0, 0, 0, 0, place.shape[0] - T)  # padding of rows [B, T, H, D]
 
         def with_new(entries: Entries, rows: Sequence[Tensor]) -> Entries:
             begun = entries.of(slice(self.stay, None))
@@ -232,7 +233,7 @@ class KVEviction(NamedTuple):
                 ]
             else:
                 rows = [F.pad(x, beyond) for x in rows]
-            received = F.pad(begun.received, (0, len(place) - c))
+            received = F.pad(begun.received, (0, place.shape[0] - c))
             keys, values = (x.transpose(1, 2) for x in rows)
             new = Entries(keys, values, number[:, None].expand_as(received), received)
             return entries.of(slice(self.stay)).with_block(new)
@@ -267,9 +268,9 @@ class KVEviction(NamedTuple):
         last = (offset + after - before) // c * c + torch.arange(
             c, device=q.device
         )  # places of a block that goes on
-        block = new.select(last.clamp(max=len(place) - 1)[:, None].expand(-1, k.shape[2], -1))
-        return [x[:, :T] for x in attended], held.with_block(
-            block.without((block.number == 0) | (last >= len(place))[:, None])
+        block = new.select(last.clamp(max=place.shape[0] - 1)[:, None].expand(-1, k.shape[2], -1))
+        return [first_tokens(x, T) for x in attended], held.with_block(
+            block.without((block.number == 0) | (last >= place.shape[0])[:, None])
         )
 
     def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):

@@ -12,6 +12,7 @@ from hf_memory.cache import Spec, State
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Context, States
 from hf_memory.ops import LogLinearState, delta_rule, linear_attention, log_linear_attention
+from hf_memory.ops.exported import varies
 
 ONE = math.log(math.e - 1)  # softplus(ONE) = 1
 
@@ -85,7 +86,9 @@ class Levels:
         backend = self.config.mixer_backend
         if self.config.levels == "log":
             past = None
-            (levels,) = self.spec["memory"].grown_shape(q.shape[1])
+            T = q.shape[1]
+            longest = 2**self.config.num_levels if varies(T) else T
+            (levels,) = self.spec["memory"].grown_shape(longest)
             if memory is not None:
                 past = LogLinearState(memory, context.states["tokens_read"])
                 levels = memory.shape[1]

@@ -1,12 +1,8 @@
 """Titans' third mixer (MAC): the memory's outputs are context for attention. https://arxiv.org/abs/2501.00663."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch._higher_order_ops.scan import scan
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from hf_memory.cache import Spec, State, States, nested
 from hf_memory.layers import RMSNorm, upcast
@@ -15,7 +11,8 @@ from hf_memory.mixers.attention_blocks import Blocks, Columns
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.layout import per_sequence, varies
+from hf_memory.ops.exported import in_pieces, varies
+from hf_memory.ops.layout import per_sequence
 from hf_memory.ops.masks import Tokens, causal
 
 
@@ -81,37 +78,19 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
 
     def _loop(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
         """The same for torch.export with a variable number of pieces: a loop in the graph, and padding at the end."""
-        if torch.is_grad_enabled():
-            raise ValueError(
-                "torch.export of variant 'mac' with a variable length must run under torch.no_grad(), got gradients, "
-                "which its loop over segments does not support"
-            )
-        B, T = hidden_states.shape[:2]
-        n = torch.sym_max(2, -(-T // length))  # a single piece would need another graph
 
-        def first(x: Tensor, tokens: int) -> Tensor:
-            return x.index_select(
-                1, torch.arange(tokens, device=x.device)
-            )  # a slice would add a check of x's length
-
-        def split(x: Tensor) -> Tensor:
-            """[1 or B, T, ...] -> [n, 1 or B, length, ...]"""
-            filled = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2 * length))
-            return first(filled, n * length).unflatten(1, (n, length)).transpose(0, 1)
-
-        def piece(states: States, rows: tuple[Tensor, ...]) -> tuple[States, Tensor]:
-            x, mask, *angles = rows
-            positions = Positions(*angles) if angles else None
+        def piece(states: States, rows: tuple) -> tuple[list[Tensor], States]:
+            x, mask, positions = rows
             output, states = self._piece(x, Context(positions, mask, None, states))
-            return _copied(states), _copied(output)
+            return [output], states
 
         mask = context.attention_mask
-        mask = hidden_states.new_ones(B, T, dtype=torch.bool) if mask is None else mask
-        rows = tuple(split(x) for x in (hidden_states, mask, *(context.positions or ())))
-        states, outputs = scan(
-            piece, _copied(context.states or self._all_empty(hidden_states)), rows
-        )
-        return first(outputs.transpose(0, 1).flatten(1, 2), T), states
+        if mask is None:
+            mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+        states = context.states or self._all_empty(hidden_states)
+        rows = hidden_states, mask, context.positions
+        (output,), states = in_pieces(piece, length, states, rows)
+        return output, states
 
     def _empty(self, hidden_states: Tensor) -> States:
         B = hidden_states.shape[0]
@@ -128,7 +107,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         """Empty states, with those of a memory that has read nothing."""
 
         def zeros(state: State) -> Tensor:
-            x = hidden_states.new_zeros(len(hidden_states), *state.shape, dtype=state.dtype)
+            x = hidden_states.new_zeros(hidden_states.shape[0], *state.shape, dtype=state.dtype)
             return (
                 x.to(torch.promote_types(x.dtype, hidden_states.dtype))
                 if x.is_floating_point()
@@ -177,14 +156,9 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         all_values = values.flatten(1, 2).to(q.dtype)
         segment = Columns(columns, all_keys, all_values, causal)
         always = self.always(x)
-        first = [] if always is None else [always.map(lambda x: x.expand(len(q), *x.shape[1:]))]
+        first = [] if always is None else [always.map(lambda x: x.expand(q.shape[0], *x.shape[1:]))]
         blocks = Blocks.of(q, Tokens(places), *first, segment)
         return self.scores.attend(blocks), keys, values
-
-
-def _copied(tensors: Any) -> Any:
-    """Copies as a loop in a graph needs them: no views of each other, and the same strides in each step."""
-    return tree_map(lambda x: x.clone(memory_format=torch.contiguous_format), tensors)
 
 
 def _put(buffer: Tensor, pairs: Tensor, places: Tensor) -> Tensor:

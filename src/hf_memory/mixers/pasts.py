@@ -21,7 +21,8 @@ from hf_memory.mixers.base import Context
 from hf_memory.ops.attention_in_bits import attention_in_bits, reads_bytes
 from hf_memory.ops.bits import pack_both, rounded, unpack
 from hf_memory.ops.dispatch import Backend
-from hf_memory.ops.layout import expand_dims_like, varies
+from hf_memory.ops.exported import varies
+from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 
 
@@ -49,7 +50,7 @@ class Seen(NamedTuple):
         if always is None:
             return self
         keys, values = (
-            torch.cat([x.to(y.dtype).expand(len(y), -1, -1, -1), y], 1)
+            torch.cat([x.to(y.dtype).expand(y.shape[0], -1, -1, -1), y], 1)
             for x, y in zip(always, (self.keys, self.values))
         )
         visible = None if self.visible is None else F.pad(self.visible, (1, 0), value=True)
@@ -135,7 +136,7 @@ class Everything(NamedTuple):
         self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None
     ) -> Past:
         """Add the new tokens, keys and values [B, T, H, D]; the states have no entries that precede them."""
-        new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int()}
+        new = {"keys": k, "values": v, "positions": tokens.position.expand(k.shape[0], -1).int()}
         past, states = context.grown({f"{self.prefix}{name}": x for name, x in new.items()})
         keys, values, position = past.values()
         near = Columns(Tokens(position, tokens.sequence), keys, values, causal)
@@ -273,7 +274,7 @@ class Ring(NamedTuple):
             among = keys[:, self.size :], values[:, self.size :]
             first = self._first_tokens(*among, states, context)
         if self.lead:
-            lead = (x.to(k.dtype).expand(len(k), -1, -1, -1) for x in always)
+            lead = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in always)
             states = {n: torch.cat([x, y], 1) for x, (n, y) in zip(lead, states.items())}
         return Past(near, first, states, keys, values)
 

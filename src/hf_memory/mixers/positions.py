@@ -19,7 +19,7 @@ class Positions(NamedTuple):
 
     def gather(self, order: Tensor) -> "Positions":
         """The positions of the tokens at these places, [1 or B, T]."""
-        B = max(len(order), len(self.cos))
+        B = max(order.shape[0], self.cos.shape[0])
         index = order[..., None].expand(B, -1, self.cos.shape[-1])
         return Positions(*(x.expand(B, -1, -1).gather(1, index) for x in self))
 

@@ -344,7 +344,7 @@ class WindowedMixer(MemoryMixer):
         q, rotated, k, v = rows
         if self.kv_eviction is not None:
             return self._attend_kept(self._kept_tokens.read_many, rows, context, heads)
-        virtual = self._virtual(heads, len(k))
+        virtual = self._virtual(heads, k.shape[0])
         always = None if virtual is None else (virtual.keys, virtual.values)
         if self.sinks is not None:
             values, _ = self.sinks()
@@ -404,7 +404,7 @@ class WindowedMixer(MemoryMixer):
         """Attention to kept tokens, which `read` reads, with a virtual token or sinks if there are any."""
         _, rotated, k, v = rows
         attended, states = read(rotated, k, v, self.scores, context)
-        virtual = self._virtual(heads, len(k))
+        virtual = self._virtual(heads, k.shape[0])
         if virtual is not None:
             tokens = all_tokens(rotated.shape[1], rotated)  # places do not matter: all see it
             of_virtual = self.scores.attend_with_mass(Blocks.of(rotated, tokens, virtual))
@@ -424,7 +424,7 @@ class WindowedMixer(MemoryMixer):
         self, rows: tuple, context: Context, heads: list[slice], tokens: Tokens
     ) -> tuple[Tensor, States]:
         _, q, k, v = rows
-        virtual = self._virtual(heads, len(k))
+        virtual = self._virtual(heads, k.shape[0])
         always = None if virtual is None else (virtual.keys, virtual.values)
         past = self.full_past.read_many(k, v, tokens, context, always)
         first = past.first if virtual is None else virtual
@@ -479,7 +479,7 @@ class WindowedMixer(MemoryMixer):
         T = gates.shape[1]
         new = {"slot_gates": gates}
         if turns := context.positions is not None and self.rotates:
-            new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)
+            new["slot_angles"] = context.positions.inverse().halves().expand(gates.shape[0], -1, -1)
         (gates, *angles), states = self.near_past.extend(new, context)
         keys = past.keys[:, :T]
         if turns:
@@ -497,7 +497,7 @@ class WindowedMixer(MemoryMixer):
         new = {"slot_gates": gates}
         turns = context.positions is not None and self.rotates
         if turns:
-            new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)  # type: ignore[union-attr]
+            new["slot_angles"] = context.positions.inverse().halves().expand(gates.shape[0], -1, -1)  # type: ignore[union-attr]
         gates, *angles = self.near_past.replace(new, context)
         if turns:
             key = Positions.of_halves(angles[0]).turn(key)

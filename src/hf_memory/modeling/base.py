@@ -274,7 +274,7 @@ class MemoryModel(MemoryPreTrainedModel):
             )
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if cache is not None:
-            check_texts(cache, len(inputs_embeds))
+            check_texts(cache, inputs_embeds.shape[0])
         check_mask_length(inputs_embeds, attention_mask, cache)
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
             where = attention_mask, position_ids, cache

@@ -43,7 +43,8 @@ def in_segments(
         o [B, T, H, V] and the state after the last token.
     """
     B, T, H, K = q.shape
-    tokens = T if q.is_cuda else C * max(1, SEGMENT // (B * H * K * C))
+    is_one = q.is_cuda or torch.compiler.is_exporting()
+    tokens = T if is_one else C * max(1, SEGMENT // (B * H * K * C))
     segments = zip(
         *([None] * -(-T // tokens) if x is None else x.split(tokens, dim=1) for x in (q, *others))
     )
@@ -58,7 +59,10 @@ def split_chunks(x: Tensor, C: int) -> Tensor:
     """[B, T, H, ...] -> [NC, B * H, C, ...], contiguous; the last chunk is padded with zeros, which change nothing."""
     if missing := -x.shape[1] % C:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
-    return x.unflatten(1, (-1, C)).movedim((1, 3), (0, 2)).flatten(1, 2).contiguous()
+    chunks = x.unflatten(1, (-1, C)).movedim((1, 3), (0, 2)).flatten(1, 2)
+    if torch.compiler.is_exporting():  # what is contiguous here may not be with another batch
+        return chunks.clone(memory_format=torch.contiguous_format)
+    return chunks.contiguous()
 
 
 def head_rows(x: Tensor, HV: int) -> Tensor:
@@ -66,7 +70,7 @@ def head_rows(x: Tensor, HV: int) -> Tensor:
 
     Queries [B, 1, HQ, D] become HQ // HV rows for each value head.
     """
-    return repeat_heads(x, HV).reshape(len(x) * HV, -1, x.shape[-1])
+    return repeat_heads(x, HV).reshape(x.shape[0] * HV, -1, x.shape[-1])
 
 
 def joined_chunks(o: Tensor, B: int, C: int) -> Tensor:
@@ -165,9 +169,14 @@ def unit_lower_inverse(A: Tensor) -> Tensor:
 
     Products of powers of A would be faster, but lose all precision, even in float64, if keys are similar.
     """
-    blocks = _diagonal_blocks(A, BLOCK)
-    eye = torch.eye(BLOCK, dtype=A.dtype, device=A.device).expand_as(blocks)
-    inverse = torch.linalg.solve_triangular(blocks, eye, upper=False, unitriangular=True)
+    if (
+        torch.compiler.is_exporting()
+    ):  # other runtimes have no substitution; the inverse of [1] is [1]
+        inverse = A.new_ones(*A.shape[:-1], 1, 1)
+    else:
+        blocks = _diagonal_blocks(A, BLOCK)
+        eye = torch.eye(BLOCK, dtype=A.dtype, device=A.device).expand_as(blocks)
+        inverse = torch.linalg.solve_triangular(blocks, eye, upper=False, unitriangular=True)
     while (s := inverse.shape[-1]) < A.shape[-1]:
         early, late = _halves(inverse)
         inverse = _join(early, late, -(late @ _diagonal_blocks(A, 2 * s)[..., s:, :s] @ early))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from hf_memory.ops.exported import varies
 from hf_memory.ops.inputs import Dims, may_overwrite
-from hf_memory.ops.layout import per_sequence
+from hf_memory.ops.layout import PIECE, per_sequence
 
 Backend = Literal["auto", "reference", "chunk", "triton"]
 BACKENDS = ("auto", "reference", "chunk", "triton")
@@ -98,6 +99,8 @@ class Forms(NamedTuple):
         """
         scale = dims.K**-0.5 if scale is None else scale
         q = inputs[0]
+        if backend == "auto" and varies(dims.T):
+            backend = "chunk"  # a graph for any number of tokens has no kernels
         backend = choose_backend(backend, q, kernel_limits(q, dims))
         is_repeated = backend != "chunk" and q.shape[2] > dims.HV
         if is_repeated:
@@ -119,7 +122,12 @@ class Forms(NamedTuple):
         else:
             op = self.reference if backend == "reference" else self.chunk
             o, state = per_sequence(
-                op, cu_seqlens, *inputs, initial_state=initial_state, scale=scale
+                op,
+                cu_seqlens,
+                *inputs,
+                initial_state=initial_state,
+                piece=PIECE,
+                scale=scale,
             )
         if is_repeated:  # the states of a group are equal
             state = tree_map(lambda x: x[:, :: x.shape[1] // dims.HV], state)

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.inputs import check_tensor
+
+PIECE = 64  # tokens of a piece in graphs for any number of tokens: a chunk of most ops
 
 
 def repeat_heads(x: Tensor, HV: int) -> Tensor:
@@ -34,9 +37,12 @@ def expand_dims_like(x: Tensor, other: Tensor) -> Tensor:
     return x.view(*x.shape, *(1 for _ in other.shape[x.ndim :]))
 
 
-def varies(size: int) -> bool:
-    """Whether a graph is exported with this size as a variable; a loop over it then cannot be unrolled."""
-    return torch.compiler.is_exporting() and isinstance(size, torch.SymInt)
+def true_first(mask: Tensor) -> Tensor:
+    """The places [B, T] of the true entries of a mask [B, T], in their order, and then of the others."""
+    after_true = mask.sum(1, keepdim=True) + (~mask).cumsum(1)
+    rank = torch.where(mask, mask.cumsum(1), after_true) - 1
+    place = torch.arange(mask.shape[1], device=mask.device)
+    return torch.zeros_like(rank).scatter(1, rank, place.expand_as(rank))
 
 
 def per_sequence(
@@ -45,6 +51,7 @@ def per_sequence(
     q: Tensor,
     *others: Tensor | None,
     initial_state,
+    piece: int | None = None,
     **kwargs,
 ):
     """Run `op(q, *others, initial_state=..., **kwargs)` once for each packed sequence and join the results.
@@ -55,8 +62,18 @@ def per_sequence(
         q: [1, T, ...].
         *others: [1, T, ...] each, or None; k and v come first.
         initial_state: tensor or NamedTuple of tensors [N, ...].
+        piece: number of tokens that are read at once in a graph for any number of tokens, by an op to which zeros are
+            no tokens; None: all.
         **kwargs: passed on.
     """
+    if piece is not None and cu_seqlens is None and varies(q.shape[1]):
+
+        def of_piece(state, rows):
+            o, state = op(*rows, initial_state=state, **kwargs)
+            return [o], state
+
+        whole, state = in_pieces(of_piece, piece, initial_state, (q, *others))
+        return whole[0], state
     if cu_seqlens is None:
         return op(q, *others, initial_state=initial_state, **kwargs)
     bounds = cu_seqlens.tolist()

@@ -277,10 +277,14 @@ class MostUsedMixer(SegmentMixer):
         i = 0
         _, S, H, _ = near.keys.shape
         C = groups[0].queries.shape[1]
-        sums = q.new_zeros(len(q), S + C, H, dtype=upcast(q).dtype)  # the last block may be padded
+        sums = q.new_zeros(
+            q.shape[0], S + C, H, dtype=upcast(q).dtype
+        )  # the last block may be padded
         for blocks in groups:
             weights, _ = self.scores.weights(blocks)
-            received = weights.sum((2, 3)).mT.unflatten(0, (len(q), -1))  # [B, blocks, columns, H]
+            received = weights.sum((2, 3)).mT.unflatten(
+                0, (q.shape[0], -1)
+            )  # [B, blocks, columns, H]
             n, seen = received.shape[1:3]
             places = (
                 i

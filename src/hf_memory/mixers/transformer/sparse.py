@@ -173,7 +173,9 @@ def _at(past: Columns, places: Tensor) -> Columns:
     """The columns at places [B, n] of the past; empty ones where a place is negative or after the last token."""
     is_place = (places >= 0) & (places < past.keys.shape[1])
     inside = places.where(is_place, 0)
-    position = past.tokens.position.expand(len(places), -1).gather(1, inside).where(is_place, -1)
+    position = (
+        past.tokens.position.expand(places.shape[0], -1).gather(1, inside).where(is_place, -1)
+    )
     return Columns(Tokens(position), take(past.keys, inside), take(past.values, inside), past.sees)
 
 

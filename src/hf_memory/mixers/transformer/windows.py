@@ -159,7 +159,7 @@ def _last_turn(
     q: Tensor, angles: Positions, tokens: Tokens, most: int, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Queries [B, T, H, D] rotated like one at position `most`, and this rotation (or the last token's) as a state."""
-    halves = angles.halves().expand(len(q), -1, -1)
+    halves = angles.halves().expand(q.shape[0], -1, -1)
     position = tokens.position
     newest = position.amax(1, keepdim=True)
     here = take(halves, (newest.clamp(max=most) - position[:, :1]).clamp(min=0))

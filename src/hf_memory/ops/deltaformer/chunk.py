@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from hf_memory.ops.autograd import first_derivatives_only
+from hf_memory.ops.chunks import unit_lower_inverse
 from hf_memory.ops.deltaformer.weights import DeltaFormerState, Rule, weights
+from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.masks import Mask, Tokens, seen
 from hf_memory.ops.precision import in_float32
 
@@ -36,6 +38,8 @@ def corrected_values(
 ) -> tuple[Tensor, tuple]:
     """Same function as the reference."""
     k_all = torch.cat([past.k, k], 1).transpose(1, 2)  # [B, H, S + T, K]
+    if varies(k.shape[1]):
+        return _written_in_pieces(k, k_all, v, a, beta, past.u, rule, block), ()
     w, v, past_u = (x.transpose(1, 2) for x in (rule.scale * k, v, past.u))
     a, beta = (x.transpose(1, 2)[..., None] for x in (a, beta))  # [B, H, T, 1]
     settings = (rule.kernel, rule.mask, block)
@@ -53,7 +57,42 @@ def read(q: Tensor, k: Tensor, u: Tensor, rule: Rule) -> tuple[Tensor, tuple]:
     ), ()
 
 
+def _written_in_pieces(
+    k: Tensor,
+    k_all: Tensor,
+    v: Tensor,
+    a: Tensor,
+    beta: Tensor,
+    past_u: Tensor,
+    rule: Rule,
+    block: int,
+) -> Tensor:
+    """The corrected values in a graph for any number of tokens; `k_all` is [B, H, S + T, K]."""
+    T = v.shape[1]
+    columns = k_all.shape[2]
+    place = torch.arange(columns, device=v.device)
+    queries = rule.columns.position[:, columns - T :]
+
+    def piece(U: Tensor, rows: tuple) -> tuple[list[Tensor], Tensor]:
+        k, v, a, beta, position, own = rows
+        w, v = (x.transpose(1, 2) for x in (rule.scale * k, v))
+        a, beta = (x.transpose(1, 2)[..., None] for x in (a, beta))
+        sees = seen(rule.mask, Tokens(position), rule.columns)
+        P = weights(w @ k_all.mT, sees, rule.kernel)
+        here = (own[0, :, None] - 1 == place).to(U.dtype)  # [block, S + T]; what fills has no place
+        inverse = unit_lower_inverse(beta * (P @ here.mT))
+        u = inverse @ (a * v - beta * (P @ U))
+        return [u.transpose(1, 2)], U + here.mT @ u
+
+    empty = torch.cat([past_u, torch.zeros_like(v)], 1).transpose(1, 2)
+    own = (place[columns - T :] + 1)[None]
+    (u,), _ = in_pieces(piece, block, empty, (k, v, a, beta, queries, own))
+    return u
+
+
 def _blocks(T: int, block: int) -> list[slice]:
+    if varies(T):
+        return [slice(0, T)]
     return [slice(start, min(start + block, T)) for start in range(0, T, block)]
 
 
@@ -64,9 +103,11 @@ def _seen(mask: Mask, position: Tensor, T: int, rows: slice) -> Tensor:
     from the end, or left out, since torch.compile would treat a growing bound as a constant.
     """
     columns = Tokens(position)
+    if rows.stop == T:
+        return seen(mask, columns.of(slice(rows.start - T, None)), columns)
     last = position.shape[1] - T + rows.stop
     wanted = -(-last // COLUMNS) * COLUMNS
-    queries = columns.of(slice(rows.start - T, None if rows.stop == T else rows.stop - T))
+    queries = columns.of(slice(rows.start - T, rows.stop - T))
     return seen(mask, queries, columns.of(slice(wanted)) if wanted < position.shape[1] else columns)
 
 

@@ -1,11 +1,12 @@
 """Kept tokens in PyTorch: block by block, and for gradients then blocks at once, as in kernels."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.precision import upcast
 from hf_memory.ops.soft_cap import soft_capped
@@ -74,6 +75,9 @@ def retained_attention(
 
     With gradients, all blocks are read a second time, many at once, when it is known which entries each of them sees.
     """
+    if varies(q.shape[1]):
+        options = block, first, window, decay, scale, softcap, gates, needs_mass
+        return _in_pieces(q, k, v, number, received, query_mask, *options)
     B, H, entries = k.shape[:3]
     T = q.shape[1]
     stay = entries - T
@@ -114,6 +118,41 @@ def retained_attention(
         torch.cat(x, 2).movedim((2, 4), (1, 2)).flatten(1, 2).flatten(2, 3) for x in zip(*outputs)
     )
     return o, mass[0] if needs_mass else None, held, torch.cat([u, *received_by_blocks], 2)
+
+
+def _in_pieces(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    number: Tensor,
+    received: Tensor,
+    query_mask: Tensor,
+    block: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The same in a graph for any number of tokens: a loop over blocks, each after the entries that are held then."""
+    stay = int(k.shape[2] - q.shape[1])
+    place = torch.arange(k.shape[2], device=k.device).expand_as(number)
+    entries = k, v, number, received, place
+
+    def piece(held: tuple, rows: tuple) -> tuple[list[Tensor], tuple]:
+        q, query_mask, *new = rows
+        joined = [torch.cat([x, y.transpose(1, 2)], 2) for x, y in zip(held, new)]
+        k, v, number, received, place = joined
+        o, mass, order, received = retained_attention(
+            q, k, v, number, received, query_mask, block, *options
+        )
+        of_tokens = [received[:, :, stay:].transpose(1, 2)]
+        k, v, number = (rows_at(x, order) for x in joined[:3])
+        after = k, v, number, received[:, :, :stay], place.gather(2, order)
+        return [o, *of_tokens] if mass is None else [o, *of_tokens, mass], after
+
+    new = [x[:, :, stay:].transpose(1, 2) for x in entries]
+    (o, of_tokens, *mass), held = in_pieces(
+        piece, block, tuple(x[:, :, :stay] for x in entries), (q, query_mask, *new)
+    )
+    received = torch.cat([held[3], of_tokens.transpose(1, 2)], 2)
+    return o, mass[0] if mass else None, held[4], received
 
 
 def _read_again(

@@ -3,11 +3,13 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_memory.ops.dispatch import Backend, choose_backend
+from hf_memory.ops.exported import varies
 from hf_memory.ops.inputs import check_gate, check_inputs, check_tensor, named_state
-from hf_memory.ops.layout import per_sequence, without_padding
+from hf_memory.ops.layout import PIECE, per_sequence, without_padding
 from hf_memory.ops.log_linear_attention import chunk, reference
 from hf_memory.ops.log_linear_attention.reference import LogLinearState
 
@@ -69,8 +71,13 @@ def log_linear_attention(
     backend = choose_backend(backend, q, "log-linear attention has none")
     op = reference.log_linear_attention
     if backend == "chunk" and (dims.T > 1 or cu_seqlens is not None):
-        op = partial(chunk.log_linear_attention, is_empty=initial_state is None)
+        is_empty = initial_state is None and not varies(dims.T)
+        op = partial(chunk.log_linear_attention, is_empty=is_empty)
+    if mask is None and varies(dims.T):
+        mask = q.new_ones(dims.B, dims.T, dtype=torch.bool)  # what fills the last piece is no token
     counted = None if mask is None else mask.long()
     scale = dims.K**-0.5 if scale is None else scale
-    o, state = per_sequence(op, cu_seqlens, *inputs, counted, initial_state=state, scale=scale)
+    o, state = per_sequence(
+        op, cu_seqlens, *inputs, counted, initial_state=state, piece=PIECE, scale=scale
+    )
     return o, state if output_final_state else None

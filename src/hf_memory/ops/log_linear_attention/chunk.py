@@ -196,4 +196,4 @@ def _levels(held: list[int], like: Tensor) -> Tensor:
 def _one_hot(levels: Tensor, held: list[int], v: Tensor) -> Tensor:
     """The index of each of the levels [B, n] among the held ones as one-hot vectors [B * H, n, held], for all heads."""
     found = levels[..., None] == _levels(held, levels)
-    return found.to(v.dtype).repeat_interleave(len(v) // len(levels), dim=0)
+    return found.to(v.dtype).repeat_interleave(v.shape[0] // levels.shape[0], dim=0)

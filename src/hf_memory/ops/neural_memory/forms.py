@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_memory.ops.layout import varies
+from hf_memory.ops.exported import varies
 from hf_memory.ops.neural_memory import chunk, reference
 from hf_memory.ops.neural_memory.network import NeuralMemoryState, Rule
 

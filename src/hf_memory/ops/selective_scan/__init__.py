@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hf_memory.ops.dispatch import Backend, choose_backend
 from hf_memory.ops.inputs import check_inputs, check_tensor, matrix_state
-from hf_memory.ops.layout import per_sequence, without_padding
+from hf_memory.ops.layout import PIECE, per_sequence, without_padding
 from hf_memory.ops.selective_scan import chunk, reference
 
 
@@ -53,5 +53,7 @@ def selective_scan(
     )  # -inf times a decay of zero would give a gradient of NaN
     name = choose_backend(backend, q, "the selective scan runs in PyTorch alone")
     form = reference.selective_scan if name == "reference" else chunk.selective_scan
-    o, state = per_sequence(form, cu_seqlens, q, k, v, g, initial_state=state, rate=rate)
+    o, state = per_sequence(
+        form, cu_seqlens, q, k, v, g, initial_state=state, piece=PIECE, rate=rate
+    )
     return o, state if output_final_state else None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_memory.ops.dispatch import Backend, choose_backend
 from hf_memory.ops.inputs import check_gate, check_inputs, check_tensor, named_state
-from hf_memory.ops.layout import per_sequence, without_padding
+from hf_memory.ops.layout import PIECE, per_sequence, without_padding
 from hf_memory.ops.variants.ridge_regression import chunk, reference
 from hf_memory.ops.variants.ridge_regression.reference import RidgeState
 
@@ -80,6 +80,6 @@ def ridge_regression(
         "scale": scale,
     }
     o, state = per_sequence(
-        op, cu_seqlens, *without_padding(mask, q, k, v, beta, g, alpha), **options
+        op, cu_seqlens, *without_padding(mask, q, k, v, beta, g, alpha), piece=PIECE, **options
     )
     return o, state if output_final_state else None
