@@ -183,16 +183,14 @@ def test_a_model_of_titans_is_exported_for_any_length(case):
         assert_close(logits, model(tokens).logits)
 
 
-ANY_LENGTH = [
-    "linear-identity-norm",
-    "deltanet",
-    "deltaformer",
-    "attention-heads",
-    "attention-kept",
-]
+ANY_LENGTH = ["linear-identity-norm", "attention-heads", "attention-kept"]
+ANY_LENGTH_SLOWLY = ["linear-window", "gla", "mamba2", "deltanet", "kda", "deltaformer"]
 
 
-@pytest.mark.parametrize("name", ANY_LENGTH)
+@pytest.mark.parametrize(
+    "name",
+    [*ANY_LENGTH, *(pytest.param(name, marks=pytest.mark.complete) for name in ANY_LENGTH_SLOWLY)],
+)
 @torch.no_grad()
 def test_transformers_exports_a_model_for_any_number_of_rows_and_tokens(name):
     """Traced with 2 rows of 12 tokens, which it divides into other pieces than those that it runs with."""

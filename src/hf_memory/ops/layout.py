@@ -39,9 +39,9 @@ def expand_dims_like(x: Tensor, other: Tensor) -> Tensor:
 
 def true_first(mask: Tensor) -> Tensor:
     """The places [B, T] of the true entries of a mask [B, T], in their order, and then of the others."""
-    after_true = mask.sum(1, keepdim=True) + (~mask).cumsum(1)
-    rank = torch.where(mask, mask.cumsum(1), after_true) - 1
     place = torch.arange(mask.shape[1], device=mask.device)
+    count = mask.cumsum(1)
+    rank = torch.where(mask, count - 1, count[:, -1:] + place - count)
     return torch.zeros_like(rank).scatter(1, rank, place.expand_as(rank))
 
 
