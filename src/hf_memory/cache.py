@@ -123,6 +123,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         CacheLayerMixin.__init__(self, **kwargs)
         self.states: States = {}
         self.spec: Spec = {}
+        self.has_room = True  # whether no state gets room for tokens before they are read
         self.tokens_read = 0
         self.is_padded = False  # whether rows may have read fewer tokens
         self.record_past = False
@@ -136,9 +137,10 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Copy states that were made under `torch.inference_mode()`, which nothing outside it may write."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
-        held = [x for x in (self.tokens_read, *self.states.values()) if isinstance(x, Tensor)]
-        if any(x.is_inference() for x in held):
-            self._copy_all()
+        for x in (self.tokens_read, *self.states.values()):
+            if isinstance(x, Tensor) and x.is_inference():
+                self._copy_all()
+                return
 
     def _copy_all(self) -> None:
         self._map(_writable)
@@ -155,8 +157,11 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if spec is not None and spec is not self.spec:
             self._check_bits(spec)
             self.spec = spec
+            self.has_room = all(state.growth != "log" for state in spec.values())
         if not self.is_initialized:
             return {}
+        if self.has_room:
+            return dict(self.states)
         more = 0 if inputs is None else _length(inputs)
         return self._with_room(self.states, self.tokens_read + more)
 
@@ -453,6 +458,8 @@ def as_declared(states: States, before: States, spec: Spec, dtype: torch.dtype) 
     Raises:
         ValueError: if a state is not declared.
     """
+    if states is before:
+        return states
     cast = {}
     for name, x in states.items():
         if x is not before.get(name):

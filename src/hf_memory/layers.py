@@ -45,7 +45,7 @@ class RMSNorm(LlamaRMSNorm):
         eps = self.variance_epsilon
         if hidden_states.dtype != weight.dtype:  # under autocast
             return weight * F.rms_norm(hidden_states, weight.shape, eps=eps)
-        return F.rms_norm(hidden_states, weight.shape, weight, eps)
+        return torch.rms_norm(hidden_states, weight.shape, weight, eps)
 
 
 class GroupRMSNorm(RMSNorm):

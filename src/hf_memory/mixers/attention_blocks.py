@@ -58,9 +58,6 @@ class Blocks(NamedTuple):
     visible: Any  # [B * blocks, 1 or HQ, C, S] bool, or None: everything
     q_pos: Tensor  # [1 or B * blocks, C], positions of the queries, with any offset
     k_pos: Tensor  # [1 or B * blocks, S], positions of the keys, with the same offset
-    is_step: bool = (
-        False  # whether each row is one query that sees something, with one mask for all heads
-    )
 
     @classmethod
     def of(cls, queries: Tensor, tokens: Tokens, *columns: Columns) -> "Blocks":
@@ -138,22 +135,34 @@ class Scores(NamedTuple):
         """Softmax attention: outputs [B * blocks, C, HQ, V], undefined at padding."""
         if not self.is_plain:
             return self.attend_with_mass(blocks)[0]
-        if blocks.is_step:
-            # the queries of a group are like several tokens, for kernels without groups
-            q, k, v = blocks[:3]
-            groups = q.view(q.shape[0], k.shape[2], -1, k.shape[3])
-            k = k.transpose(1, 2)
-            v = v.transpose(1, 2)
-            o = F.scaled_dot_product_attention(
-                groups, k, v, attn_mask=blocks.visible, scale=self.scaling
-            )
-            return o.view(*q.shape[:3], -1)
         q, k, v = (x.transpose(1, 2) for x in blocks[:3])
         visible = blocks.visible | ~blocks.visible.any(-1, keepdim=True)  # a row must see something
         o = F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, scale=self.scaling, enable_gqa=True
         )
         return o.transpose(1, 2)
+
+    def attend_one(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
+        """Plain attention of one query of each row, which sees something.
+
+        Args:
+            q: queries by key-value head [B, 1, H, groups, D].
+            keys: [B, S, H, D].
+            values: [B, S, H, V].
+            visible: [B, 1, 1, S] bool, or numbers that are added to scores; None: all are visible.
+
+        Returns:
+            Outputs [B, 1, H, groups, V].
+        """
+        # the queries of a group are like several tokens, for kernels without groups
+        o = F.scaled_dot_product_attention(
+            q[:, 0],
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=visible,
+            scale=self.scaling,
+        )
+        return o[:, None]
 
     def attend_with_mass(self, blocks: Blocks) -> Attended:
         """Softmax attention: outputs [B * blocks, C, HQ, V], zero at padding, and the logarithms of their mass.

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -190,7 +191,6 @@ class Projections(nn.Module, ABC):
 
     def _declare_states(self) -> None:
         self.spec = flat(self.state_spec(self.config, self.layer_idx))
-        self.declared_bits = self.config.cache_bits
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
@@ -267,7 +267,7 @@ class MemoryMixer(Convertible, Projections):
         """Whether queries and keys of this mixer are rotated by position."""
         return self.config.memory_rope
 
-    @property
+    @cached_property
     def scores(self) -> Scores:
         """How scores of attention are computed."""
         return Scores(self.scaling, self.softcap)
@@ -330,23 +330,23 @@ class MemoryMixer(Convertible, Projections):
             The output [B, T, hidden_size], and None, since a memory has no attention weights.
         """
         B, T = hidden_states.shape[:2]
-        if self.config.cache_bits != self.declared_bits:
-            self.declare()
         inputs = self.inputs(hidden_states, position_embeddings, attention_mask, cu_seqlens)
         place = self.layer_idx if step is None else step
         layer = None if cache is None else memory_layer(cache, place)
         if layer is None:
             output, _ = self.mix_inputs(inputs, {}, cu_seqlens)
         else:
-            self.catch_up(layer)
-            parts = [self._advance(layer, part, cu_seqlens) for part in layer.parts(inputs)]
-            output = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return output.view(B, T, -1), None
+            if layer.is_behind:
+                self.catch_up(layer)
+            first, *others = layer.parts(inputs)
+            output = self._advance(layer, first, cu_seqlens)
+            if others:
+                outputs = [self._advance(layer, part, cu_seqlens) for part in others]
+                output = torch.cat([output, *outputs], 1)
+        return output if cu_seqlens is None else output.view(B, T, -1), None
 
     def catch_up(self, layer: MemoryLayer) -> None:
-        """Read again, after tokens of a cache's layer were undone, the inputs that stay."""
-        if not layer.is_behind:
-            return
+        """Read again the inputs that stay, in a cache's layer that is behind since tokens were undone."""
         with torch.no_grad():
             for inputs in layer.replay():
                 self._advance(layer, inputs)
@@ -409,7 +409,7 @@ class MemoryMixer(Convertible, Projections):
             states,
             uniform_length=uniform_length,
         )
-        if self.padding_last:
+        if self.padding_last and "attention_mask" in inputs:
             return context.with_padding_last(inputs["hidden_states"])
         return inputs["hidden_states"], context
 

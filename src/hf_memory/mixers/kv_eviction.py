@@ -124,7 +124,8 @@ class KVEviction(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context
     ) -> tuple[Sequence[Tensor], States]:
         """The same for one token of each row, which follows others; the states are changed in place."""
-        held = Entries(*(context.states[name] for name in Entries._fields))
+        states = context.states
+        held = Entries(states["keys"], states["values"], states["number"], states["received"])
         stored = self._stored(k, v)
         if context.uniform_length is None:
             written = self._write_padded(held, *stored, context.states["tokens_read"])
@@ -286,7 +287,7 @@ class KVEviction(NamedTuple):
         attended = [(weights.to(q.dtype) @ entries.values).view(*q.shape[:3], -1)]
         if self.needs_mass:
             attended.append(asked.logsumexp(-1).view(q.shape[:3]))
-        return attended, weights.detach().sum(2)
+        return attended, weights.sum(2)
 
     def _attended_in_bits(
         self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores

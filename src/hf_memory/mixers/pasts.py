@@ -57,13 +57,14 @@ class Seen(NamedTuple):
         return Seen(keys, values, visible, self.left)
 
     def attend(self, q: Tensor, scores: Scores, backend: Backend) -> Tensor:
-        """Attention of queries [B, 1, HQ, D] whose scores do not depend on positions: outputs [B, 1, HQ, V]."""
-        if self._is_read_by_kernel(q, scores, backend):
-            return self._attend_to_bytes(q, scores, backend)[0]
-        return scores.attend(self._blocks(q))
+        """Attention of queries [B, 1, H, groups, D] whose scores do not depend on positions: [B, 1, H, groups, V]."""
+        if self.bits is None and scores.is_plain:
+            return scores.attend_one(q, self.keys, self.values, self.visible)
+        o, _ = self.attend_with_mass(q.flatten(2, 3), scores, backend)
+        return o.unflatten(2, q.shape[2:4])
 
     def attend_with_mass(self, q: Tensor, scores: Scores, backend: Backend) -> Attended:
-        """The same with the logarithms of their mass in the softmax [B, 1, HQ]."""
+        """Outputs [B, 1, HQ, V] of queries [B, 1, HQ, D], with the logarithms of their mass in the softmax [B, 1, HQ]."""
         if self._is_read_by_kernel(q, scores, backend):
             return self._attend_to_bytes(q, scores, backend)
         return scores.attend_with_mass(self._blocks(q))
@@ -94,7 +95,7 @@ class Seen(NamedTuple):
 
     def _blocks(self, q: Tensor) -> Blocks:
         seen = self if self.bits is None else self._numbers(q)
-        return Blocks(q, seen.keys, seen.values, seen.visible, None, None, is_step=True)  # type: ignore[arg-type]
+        return Blocks(q, seen.keys, seen.values, seen.visible, None, None)  # type: ignore[arg-type]
 
     def _numbers(self, q: Tensor) -> "Seen":
         """The same with numbers for packed rows, as many for each row as queries have and in their dtype."""

@@ -8,7 +8,6 @@ can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or thos
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -194,40 +193,8 @@ class WindowedMixer(MemoryMixer):
         self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
     ) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states of `mix`."""
+        self._check_heads(k)
         tokens, tokens_read = context.tokens_and_count(hidden_states)
-        attend_near = partial(self._attend_near, tokens=tokens)
-        attend_full = partial(self._attend_full, tokens=tokens)
-        o, states = self._attend(hidden_states, q, k, v, context, attend_near, attend_full)
-        return o, states | {"tokens_read": tokens_read}
-
-    def attend_one(
-        self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
-    ) -> tuple[Tensor, States]:
-        """The same for one token of each row that follows others; states that do not grow change in place."""
-        states = dict(context.states)
-        context = context._replace(states=states)
-        o, new = self._attend(
-            hidden_states, q, k, v, context, self._attend_near_one, self._attend_full_one
-        )
-        states["tokens_read"].add_(1)
-        return o, states | new
-
-    def _attend(
-        self,
-        hidden_states: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        context: Context,
-        attend_near: Callable,
-        attend_full: Callable,
-    ) -> tuple[Tensor, States]:
-        """The heads [B, T, HQ, D] and their states, of parts that `attend_near` and `attend_full` read."""
-        if self.full_heads and k.shape[2] < len(self.place_of_head):
-            heads = self.config.full_attention_heads
-            raise ValueError(
-                f"full_attention_heads must be None with tensor parallelism, got {heads}"
-            )
         rotated, k = self.rotate(q, k, context.positions)
         outputs: list[Tensor] = []
         states: States = {}
@@ -236,14 +203,54 @@ class WindowedMixer(MemoryMixer):
                 outputs.append(context.attended)
                 continue
             rows = self._of(heads, None if self.far is None else q, rotated, k, v)
-            read = partial(attend_near, hidden_states) if is_near else attend_full
-            o, new = read(rows, context, heads)
+            if is_near:
+                o, new = self._attend_near(hidden_states, rows, context, heads, tokens)
+            else:
+                o, new = self._attend_full(rows, context, heads, tokens)
             outputs.append(o)
             states |= new
+        states["tokens_read"] = tokens_read
         if len(outputs) == 1:
             return outputs[0], states
         parts = (x.unflatten(2, (-1, self.num_key_value_groups)) for x in outputs)
         return self._in_order(parts), states
+
+    def attend_one(
+        self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
+    ) -> tuple[Tensor, States]:
+        """The same for one token of each row that follows others; states that do not grow change in place.
+
+        The heads may be [B, 1, H, groups, D], in the same order.
+        """
+        self._check_heads(k)
+        rotated, k = self.rotate(q, k, context.positions)
+        by_group = len(k), 1, k.shape[2], -1, k.shape[3]
+        of_all_heads: tuple[Tensor, ...] = rotated.view(by_group), k, v
+        outputs: list[Tensor] = []
+        states: States = {}  # that are neither changed in place nor grown in the context's dict
+        for is_near, heads in self.parts:
+            if not is_near and context.attended is not None:
+                outputs.append(context.attended.unflatten(2, (-1, self.num_key_value_groups)))
+                continue
+            rows = of_all_heads
+            if len(self.parts) > 1:
+                rows = tuple([_heads(x, heads) for x in of_all_heads])
+            if not is_near:
+                outputs.append(self._attend_full_one(rows, context, heads))
+                continue
+            o, new = self._attend_near_one(hidden_states, q, rows, context, heads)
+            outputs.append(o)
+            states |= new
+        context.states["tokens_read"].add_(1)
+        after = context.states | states if states else context.states
+        return outputs[0] if len(outputs) == 1 else self._in_order(outputs), after
+
+    def _check_heads(self, k: Tensor) -> None:
+        if self.full_heads and k.shape[2] < len(self.place_of_head):
+            heads = self.config.full_attention_heads
+            raise ValueError(
+                f"full_attention_heads must be None with tensor parallelism, got {heads}"
+            )
 
     def _in_order(self, parts: Iterable[Tensor]) -> Tensor:
         """The queries' outputs [B, T, HQ, D] from those of parts of the heads [B, T, n, groups, D]."""
@@ -362,13 +369,20 @@ class WindowedMixer(MemoryMixer):
         return o, past.states | waiting | memory
 
     def _attend_near_one(
-        self, hidden_states, rows: tuple, context: Context, heads: list[slice]
+        self, hidden_states, q: Tensor, rows: tuple, context: Context, heads: list[slice]
     ) -> tuple[Tensor, States]:
-        q, rotated, k, v = rows
+        """The outputs [B, 1, n, groups, D] of near heads, and states that are not changed in place."""
+        rotated, k, v = rows
+        groups = rotated.shape[2:4]
         if self.kv_eviction is not None:
-            return self._attend_kept(self._kept_tokens.read_one, rows, context, heads)
+            of_kept = None, rotated.flatten(2, 3), k, v
+            o, states = self._attend_kept(self._kept_tokens.read_one, of_kept, context, heads)
+            return o.unflatten(2, groups), states
         near_past = self.near_past
-        seen = near_past.read_one(k, v, context, None if near_past.lead else self._always(heads))
+        always = None
+        if self.virtual_token is not None and not near_past.lead:
+            always = self._always(heads)
+        seen = near_past.read_one(k, v, context, always)
         scores = self.scores
         backend = self.config.mixer_backend
         if self.far is None and self.sinks is None:
@@ -377,12 +391,15 @@ class WindowedMixer(MemoryMixer):
             return self._with_sink_scores(seen).attend(rotated, scores, backend), {}
         if self.sinks is not None:
             seen = seen.without(near_past.lead)
-        attended = self._with_sinks(seen.attend_with_mass(rotated, scores, backend))
+        by_head = rotated.flatten(2, 3)
+        attended = self._with_sinks(seen.attend_with_mass(by_head, scores, backend))
         if self.far is None:
-            return attended[0], {}
+            return attended[0].unflatten(2, groups), {}
         key, value = seen.left
         leaving = self._leaving_one(self.far.gates(hidden_states), key, value, context)
-        return self._with_far(*attended, q, leaving, context)
+        (of_near,) = self._of(heads, q)
+        o, memory = self._with_far(*attended, of_near, leaving, context)
+        return o.unflatten(2, groups), memory
 
     def _with_sink_scores(self, seen: Seen) -> Seen:
         """The logits of sinks as scores that are added to that of the first entry, which is theirs."""
@@ -434,18 +451,14 @@ class WindowedMixer(MemoryMixer):
         )
         return o, past.states
 
-    def _attend_full_one(
-        self, rows: tuple, context: Context, heads: list[slice]
-    ) -> tuple[Tensor, States]:
-        _, q, k, v = rows
-        always = self._always(heads)
+    def _attend_full_one(self, rows: tuple, context: Context, heads: list[slice]) -> Tensor:
+        q, k, v = rows
+        always = None if self.virtual_token is None else self._always(heads)
         seen = self.full_past.read_one(k, v, context, always)
-        return seen.attend(q, self.scores, self.config.mixer_backend), {}
+        return seen.attend(q, self.scores, self.config.mixer_backend)
 
-    def _always(self, heads: list[slice]) -> list[Tensor] | None:
-        """The key and the value of the virtual token of some heads [1, 1, H, D]; None without one."""
-        if self.virtual_token is None:
-            return None
+    def _always(self, heads: list[slice]) -> list[Tensor]:
+        """The key and the value of the virtual token of some heads [1, 1, H, D]."""
         return [_heads(x, heads) for x in self.virtual_token()]
 
     def _virtual(self, heads: list[slice], rows: int) -> Columns | None:

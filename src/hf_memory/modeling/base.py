@@ -125,7 +125,8 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
         return self._added(after, self.mlp(self._norm(before, hidden_states), *reads))
 
     def _added(self, norm: str, x: Tensor) -> Tensor:
-        x = self._norm(norm, x)
+        if norm:
+            x = self._norm(norm, x)
         return x if self.factor == 1 else x * self.factor
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -223,6 +224,7 @@ class MemoryModel(MemoryPreTrainedModel):
             local = copy.copy(config)
             local.rope_parameters = config.local_rope_parameters
             self.local_rotary_emb = RotaryEmbedding(local)
+        self.declared_bits = config.cache_bits
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
         self.gradient_checkpointing = False
         self.post_init()
@@ -272,6 +274,8 @@ class MemoryModel(MemoryPreTrainedModel):
             raise ValueError(
                 f"cache must be made by DynamicCache(config=model.config) or be None, got {type(cache).__name__}"
             )
+        if self.config.cache_bits != self.declared_bits:
+            self.declare_states()
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if cache is not None:
             check_texts(cache, inputs_embeds.shape[0])
@@ -328,6 +332,12 @@ class MemoryModel(MemoryPreTrainedModel):
             cache if use_cache else None,
             **_own_losses(of_tokens, is_token(attention_mask, inputs_embeds.shape[1])),
         )
+
+    def declare_states(self) -> None:
+        """Let mixers declare their states anew, after `cache_bits` of the config has changed."""
+        self.declared_bits = self.config.cache_bits
+        for layer in self.layers:
+            layer.mixer.declare()
 
     def angles(
         self, hidden_states: Tensor, position_ids: Tensor

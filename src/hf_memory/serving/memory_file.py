@@ -53,7 +53,9 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
     for i in range(model.config.num_hidden_layers):  # replay what stays after tokens were undone
         mixer = layers[i % len(layers)].mixer  # one layer may run several times
         if isinstance(mixer, MemoryMixer):
-            mixer.catch_up(memory_layer(cache, i))
+            memory = memory_layer(cache, i)
+            if memory.is_behind:
+                mixer.catch_up(memory)
     if not all(layer.is_initialized for layer in cache.layers):
         raise ValueError("cache must have read tokens with this model, got one with an empty layer")
     tensors = {
