@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -267,7 +266,7 @@ class MemoryMixer(Convertible, Projections):
         """Whether queries and keys of this mixer are rotated by position."""
         return self.config.memory_rope
 
-    @cached_property
+    @property
     def scores(self) -> Scores:
         """How scores of attention are computed."""
         return Scores(self.scaling, self.softcap)
