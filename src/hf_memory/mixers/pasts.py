@@ -58,13 +58,14 @@ class Seen(NamedTuple):
 
     def attend(self, q: Tensor, scores: Scores, backend: Backend) -> Tensor:
         """Attention of queries [B, 1, H, groups, D] whose scores do not depend on positions: [B, 1, H, groups, V]."""
-        if self.bits is None and scores.is_plain:
-            return scores.attend_one(q, self.keys, self.values, self.visible)
+        if scores.is_plain and (self.bits is None or not reads_bytes(q, backend)):
+            seen = self if self.bits is None else self._numbers(q)
+            return scores.attend_one(q, seen.keys, seen.values, seen.visible)
         o, _ = self.attend_with_mass(q.flatten(2, 3), scores, backend)
         return o.unflatten(2, q.shape[2:4])
 
     def attend_with_mass(self, q: Tensor, scores: Scores, backend: Backend) -> Attended:
-        """Outputs [B, 1, HQ, V] of queries [B, 1, HQ, D], with the logarithms of their mass in the softmax [B, 1, HQ]."""
+        """Outputs [B, 1, HQ, V] of queries [B, 1, HQ, D], and the logarithms of their mass [B, 1, HQ]."""
         if self._is_read_by_kernel(q, scores, backend):
             return self._attend_to_bytes(q, scores, backend)
         return scores.attend_with_mass(self._blocks(q))
