@@ -662,7 +662,8 @@ def _make(case: Case, options: dict):
 def without_plain_attention(case: Case) -> dict:
     """Options of `make_model` with another layer of the case in place of attention with a cache of transformers."""
     kinds = make_config(case).layer_types
-    return {"layer_types": [kind for kind in kinds if kind in LAYER_TYPES][:1] * len(kinds)}
+    other = next(kind for kind in kinds if kind in LAYER_TYPES)
+    return {"layer_types": [kind if kind in LAYER_TYPES else other for kind in kinds]}
 
 
 # Tests that take long, as those of compiled models, run over one case for each kind of layer: a memory that keeps other
@@ -711,6 +712,7 @@ LAYER_OF_NEW_KIND: dict[str, int | None] = {
     "attention-heads": 0,
     "attention-kept": None,
 }
+WITHOUT_MEMORY = {"pattern": "full", "past": "cache"}
 FIRST_OF_KIND = [CASE[name] for name in LAYER_OF_NEW_KIND]
 every_kind_of_layer = pytest.mark.parametrize("case", FIRST_OF_KIND, ids=LAYER_OF_NEW_KIND)
 
@@ -746,6 +748,8 @@ def one_layer(case: Case) -> dict:
         return {}
     lists = {name: x for name, x in case.options.items() if isinstance(x, list)}
     of_layer = {name: x[number : number + 1] for name, x in lists.items()}
+    if make_config(case).layer_types[number] != "memory":  # the others have no pattern and no past
+        of_layer |= {x: WITHOUT_MEMORY[x] for x in WITHOUT_MEMORY if x in case.options}
     return {"num_hidden_layers": 1, **of_layer}
 
 
