@@ -1,4 +1,4 @@
-"""Attention of one token to packed keys and values: the kernel, in Triton's interpreter, against its definition."""
+"""Attention of one token to packed keys and values, by the kernel and in PyTorch, against the definition."""
 
 from copy import deepcopy
 
@@ -37,11 +37,25 @@ def make(bits, B=2, H=2, G=3, S=40, D=64, layout="heads"):
 
 def assert_kernel_is_right(q, keys, values, visible=None, **how):
     how = {"scale": 0.3, "needs_weights": True} | how
-    exact = attention_in_bits(q.double(), keys, values, visible, backend="chunk", **how)
-    rounded = attention_in_bits(q, keys, values, visible, backend="chunk", **how)
+    exact = attention_in_bits(q.double(), keys, values, visible, backend="reference", **how)
+    rounded = attention_in_bits(q, keys, values, visible, backend="reference", **how)
     found = attention_in_bits(q, keys, values, visible, backend="triton", **how)
     assert_close(found, in_float64(exact), rounded)
     return found
+
+
+@every_number_of_bits
+@pytest.mark.parametrize("D", [32, 96, 80])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_products_of_codes_are_those_of_numbers(softcap, D, bits):
+    q, keys, values = make(bits, D=D, layout="entries")
+    visible = torch.ones(2, 1, 40, dtype=torch.bool)
+    visible[0, 0, :9] = visible[1] = False
+    how = {"bits": bits, "scale": 0.3, "softcap": softcap, "needs_weights": True}
+    expected = attention_in_bits(q.double(), keys, values, visible, backend="reference", **how)
+    found = attention_in_bits(q.double(), keys, values, visible, backend="chunk", **how)
+    assert_close(found, expected)
+    assert not found[0][1].any()
 
 
 @every_number_of_bits
@@ -91,9 +105,9 @@ def test_kernel_takes_parts_of_larger_tensors(bits):
 def test_kernel_in_16_bits_loses_what_rounding_loses(bits):
     q, keys, values = make(bits, S=300)
     how = {"bits": bits, "scale": 0.1}
-    exact = attention_in_bits(q.half().double(), keys, values, backend="chunk", **how)[0]
+    exact = attention_in_bits(q.half().double(), keys, values, backend="reference", **how)[0]
     found = attention_in_bits(q.half(), keys, values, backend="triton", **how)[0]
-    plain = attention_in_bits(q.half(), keys, values, backend="chunk", **how)[0]
+    plain = attention_in_bits(q.half(), keys, values, backend="reference", **how)[0]
     assert found.dtype == torch.float16
     assert (found - exact).norm() < 2 * (plain - exact).norm()
 

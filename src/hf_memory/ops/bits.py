@@ -55,6 +55,14 @@ def scales(packed: Tensor, bits: int) -> Tensor:
     return packed[..., : 4 * n].view(torch.float16)
 
 
+def codes(packed: Tensor, channels: int, bits: int) -> Tensor:
+    """The codes [..., channels] of packed rows, in uint8."""
+    both = packed[..., 4 * _groups(channels) :]
+    if bits == 4:
+        both = torch.cat([both & 15, both >> 4], -1)
+    return both[..., :channels]
+
+
 def rounded(x: Tensor, packed: Tensor, bits: int) -> Tensor:
     """The numbers that were packed from rows x [..., D]; the gradient is that of x, as if nothing were rounded."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -105,29 +113,25 @@ def _pack(x: Tensor, bits: int) -> Tensor:
     most = 2**bits - 1
     scale = (ranges / most).clamp(min=0).half()
     divisor = scale.to(x.dtype).masked_fill(scale == 0, 1)[..., None]
-    codes = ((groups - least.to(x.dtype)[..., None]) / divisor).round_().clamp_(0, most)
-    codes = codes.to(torch.uint8).flatten(-2)[..., :D]
+    wide = ((groups - least.to(x.dtype)[..., None]) / divisor).round_().clamp_(0, most)
+    each = wide.to(torch.uint8).flatten(-2)[..., :D]
     if bits == 4:
-        first, second = F.pad(codes, (0, -D % 4)).chunk(2, -1)
-        codes = first | second << 4
+        first, second = F.pad(each, (0, -D % 4)).chunk(2, -1)
+        stored = first | second << 4
     else:
-        codes = F.pad(codes, (0, D % 2))
+        stored = F.pad(each, (0, D % 2))
     numbers = torch.cat([scale, least], -1).view(torch.uint8)
-    return torch.cat([numbers, codes], -1)
+    return torch.cat([numbers, stored], -1)
 
 
 def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
-    n = _groups(D)
     numbers = scales(packed, bits).contiguous().to(wide)  # of contiguous numbers this is faster
     groups = _matrix("groups", D, numbers)
     scale, least = (
         x @ groups for x in numbers.chunk(2, -1)
     )  # of each channel, faster than expanding
-    codes = packed[..., 4 * n :]
-    if bits == 4:
-        codes = torch.cat([codes & 15, codes >> 4], -1)
-    x = torch.addcmul(least, codes[..., :D].to(wide), scale)
+    x = torch.addcmul(least, codes(packed, D, bits).to(wide), scale)
     if bits == 4:
         x = rotated(x)
     return x.to(dtype)

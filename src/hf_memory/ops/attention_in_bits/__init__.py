@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from hf_memory.ops.bits import packed_bytes, rotated, unpack
+from hf_memory.ops.bits import GROUP, codes, packed_bytes, rotated, scales, unpack
 from hf_memory.ops.dispatch import MAX_KERNEL_DIM, Backend, choose_backend
 from hf_memory.ops.inputs import check_tensor
-from hf_memory.ops.precision import upcast
+from hf_memory.ops.precision import upcast, without_autocast
 from hf_memory.ops.soft_cap import soft_capped
 
 
@@ -26,7 +26,10 @@ def attention_in_bits(
 
         o = sum_j p_j v_j,   p = softmax_j(scale q k_j),   over the entries j that are visible
 
-    The definition unpacks keys and values. Kernels read bytes, so that what they read of memory falls with the bits.
+    The definition unpacks keys and values. In PyTorch, products of codes c are faster: with the scale s and the least
+    number m of each group of channels, q k = sum over groups of q (s c) + m (sum of q), and values are read alike.
+    Kernels read bytes, so that what they read of memory falls with the bits. With 4 bits, both turn queries and outputs
+    in place of keys and values.
 
     Args:
         q: queries [B, H, G, D], the G queries of each head of keys.
@@ -54,8 +57,10 @@ def attention_in_bits(
     if visible is not None:
         visible = visible.expand(B, H, keys.shape[2])
     given = q, keys, values, visible, bits, scale, softcap or 0.0, needs_weights
-    if choose_backend(backend, q, kernel_refuses(q)) != "triton":
-        return _attention(*given)
+    chosen = choose_backend(backend, q, kernel_refuses(q))
+    if chosen != "triton":
+        is_faster = chosen == "chunk" and D % GROUP == 0
+        return without_autocast(_attention_to_codes if is_faster else _attention, *given)
     from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
 
     q = q if bits == 8 else rotated(q)
@@ -65,8 +70,10 @@ def attention_in_bits(
 
 
 def reads_bytes(q: Tensor, backend: str) -> bool:
-    """Whether a kernel reads packed rows for queries [..., D]; else their numbers are as well read in PyTorch."""
-    return choose_backend(backend, q, kernel_refuses(q)) == "triton"
+    """Whether packed rows are read for queries [..., D] as they are stored; else they must be unpacked."""
+    return (
+        not torch.is_grad_enabled() and choose_backend(backend, q, kernel_refuses(q)) != "reference"
+    )
 
 
 def kernel_refuses(q: Tensor) -> str | None:
@@ -98,6 +105,40 @@ def _attention(
     mass = scores.logsumexp(-1)
     p = _weights(scores, mass)
     return p.to(v.dtype) @ v, mass, p.sum(2) if needs_weights else None
+
+
+def _attention_to_codes(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    bits: int,
+    scale: float,
+    softcap: float,
+    needs_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same in float32 (float64 for float64) for whole groups, with products of codes in place of numbers."""
+    dtype, D = q.dtype, q.shape[-1]
+    q = scale * upcast(q)
+    q = q if bits == 8 else rotated(q)
+    k, least = _scaled_codes(keys, D, bits, q.dtype)
+    scores = q @ k.mT + q.unflatten(-1, (-1, GROUP)).sum(-1) @ least.mT
+    scores = soft_capped(scores, softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
+    mass = scores.logsumexp(-1)
+    p = _weights(scores, mass)
+    v, least = _scaled_codes(values, D, bits, q.dtype)
+    o = ((p @ v).unflatten(-1, (-1, GROUP)) + (p @ least)[..., None]).flatten(-2)
+    o = o if bits == 8 else rotated(o)
+    return o.to(dtype), mass, p.sum(2) if needs_weights else None
+
+
+def _scaled_codes(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes times their scales [..., S, D], and the least numbers of groups [..., S, D / 32], of packed rows."""
+    step, least = scales(packed, bits).contiguous().to(dtype).chunk(2, -1)
+    groups = codes(packed, D, bits).to(dtype).unflatten(-1, (-1, GROUP))
+    return groups.mul_(step[..., None]).flatten(-2), least
 
 
 def _weights(scores: Tensor, mass: Tensor) -> Tensor:
