@@ -50,7 +50,7 @@ def test_practice_refuses_a_text_that_is_too_short(tmp_path):
         runpy.run_path(str(PRACTICE))["main"](text, tmp_path / "practice.jsonl")
 
 
-@pytest.mark.parametrize(("teacher", "tokens"), [("smollm2", 30 * 2048), ("gemma3", 0)])
+@pytest.mark.parametrize(("teacher", "tokens"), [("smollm2", 20 * 2048), ("gemma3", 0)])
 def test_tokens_that_a_real_teachers_student_learns_on_are_read_off_its_recipe(teacher, tokens):
     """A stage that a recipe switches off names nothing but its steps."""
     example = runpy.run_path(str(EXAMPLES / "real_teacher.py"))

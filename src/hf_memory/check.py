@@ -21,6 +21,8 @@ from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.kv_eviction import KVEviction
 from hf_memory.ops import OPS, Op
+from hf_memory.ops.attention_in_bits import attention_in_bits
+from hf_memory.ops.bits import BITS, pack
 from hf_memory.ops.dispatch import NO_KERNEL, Backend, no_kernels_on
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.sample import Sample
@@ -152,6 +154,14 @@ def kept_inputs(*, B: int, T: int, K: int, kept: int, **sizes: int) -> dict:
     }
 
 
+def packed_inputs(*, B: int, T: int, H: int, HV: int, K: int, bits: int, **sizes: int) -> dict:
+    """q [B, H, HV / H, K], and packed rows of keys and values of T tokens."""
+    normal = Sample().normal
+    keys, values = (pack(normal(B, H, T, K).float(), bits) for _ in range(2))
+    q = normal(B, H, HV // H, K).float()
+    return {"q": q, "keys": keys, "values": values, "bits": bits, "scale": K**-0.5}
+
+
 def decoding_calls() -> Iterator[Call]:
     """Calls of kernels that read one token, and have no gradients."""
     for op in OPS:
@@ -168,6 +178,16 @@ CALLS = (
     Call("kept tokens", kept_tokens, kept_inputs, {"kept": 172}),
     # what is kept depends on rounding where some tokens are not
     Call("kept tokens", kept_tokens, kept_inputs, {"kept": 76}, dtypes=("float32",)),
+    *(
+        Call(
+            "attention in bits",
+            attention_in_bits,
+            packed_inputs,
+            {"bits": bits},
+            has_gradients=False,
+        )
+        for bits in BITS
+    ),
     *(  # of which PyTorch's form is the reference
         Call(name, run, inputs, forms=("triton",), has_gradients=False)
         for name, run, inputs in (

@@ -110,9 +110,11 @@ def usual_window(
     """What heads that do not keep everything see, as options of the student that hold as many bytes as these tokens.
 
     It is the teacher's own window if it has one; a window and kept tokens in 8 bits for students without another
-    memory, unless options have a window or what stands for the first tokens; and otherwise a window. The tokens have
-    16 bits a number.
+    memory, unless options have a window or what stands for the first tokens; and otherwise a window, if the family has
+    one beside its memory. The tokens have 16 bits a number.
     """
+    if not can_have_windows(to):
+        return {}
     own = own_window(teacher)
     given = ("sliding_window", "num_kept_tokens", "attention_sinks", "virtual_token")
     if own or to != "attention" or any(options.get(name, False) is not False for name in given):
