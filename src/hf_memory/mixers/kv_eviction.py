@@ -292,7 +292,7 @@ class KVEviction(NamedTuple):
     def _attended_in_bits(
         self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores
     ) -> tuple[list[Tensor], Any]:
-        """The same for entries whose keys and values are packed rows, by a kernel that reads bytes."""
+        """The same for entries whose keys and values are packed rows, which are not unpacked."""
         B, H = entries.number.shape[:2]
         bits: Any = self.bits
         o, mass, weights = attention_in_bits(

@@ -66,11 +66,11 @@ class Seen(NamedTuple):
 
     def attend_with_mass(self, q: Tensor, scores: Scores, backend: Backend) -> Attended:
         """Outputs [B, 1, HQ, V] of queries [B, 1, HQ, D], and the logarithms of their mass [B, 1, HQ]."""
-        if self._is_read_by_kernel(q, scores, backend):
+        if self._is_read_in_bits(q, scores, backend):
             return self._attend_to_bytes(q, scores, backend)
         return scores.attend_with_mass(self._blocks(q))
 
-    def _is_read_by_kernel(self, q: Tensor, scores: Scores, backend: Backend) -> bool:
+    def _is_read_in_bits(self, q: Tensor, scores: Scores, backend: Backend) -> bool:
         is_plain = scores._replace(softcap=None).is_plain
         return self.bits is not None and is_plain and reads_bytes(q, backend)
 

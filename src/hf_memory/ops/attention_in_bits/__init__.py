@@ -59,8 +59,8 @@ def attention_in_bits(
     given = q, keys, values, visible, bits, scale, softcap or 0.0, needs_weights
     chosen = choose_backend(backend, q, kernel_refuses(q))
     if chosen != "triton":
-        is_faster = chosen == "chunk" and D % GROUP == 0
-        return without_autocast(_attention_to_codes if is_faster else _attention, *given)
+        by_codes = chosen == "chunk" and D % GROUP == 0
+        return without_autocast(_attention, *given, by_codes)
     from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
 
     q = q if bits == 8 else rotated(q)
@@ -96,42 +96,40 @@ def _attention(
     scale: float,
     softcap: float,
     needs_weights: bool,
+    by_codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The definition."""
-    k, v = (unpack(x, q.shape[-1], bits, q.dtype) for x in (keys, values))
-    scores = soft_capped(upcast(scale * q @ k.mT), softcap)
+    """The definition, or the same by products of codes, which needs whole groups."""
+    scores_of, sums_of = (
+        (_scores_of_codes, _sums_of_codes) if by_codes else (_scores_of_numbers, _sums_of_numbers)
+    )
+    scores = soft_capped(scores_of(q, keys, bits, scale), softcap)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
     mass = scores.logsumexp(-1)
     p = _weights(scores, mass)
-    return p.to(v.dtype) @ v, mass, p.sum(2) if needs_weights else None
+    o = sums_of(p, values, q.shape[-1], bits, q.dtype)
+    return o, mass, p.sum(2) if needs_weights else None
 
 
-def _attention_to_codes(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor | None,
-    bits: int,
-    scale: float,
-    softcap: float,
-    needs_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same in float32 (float64 for float64) for whole groups, with products of codes in place of numbers."""
-    dtype, D = q.dtype, q.shape[-1]
+def _scores_of_numbers(q: Tensor, keys: Tensor, bits: int, scale: float) -> Tensor:
+    return upcast(scale * q @ unpack(keys, q.shape[-1], bits, q.dtype).mT)
+
+
+def _sums_of_numbers(p: Tensor, values: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
+    return p.to(dtype) @ unpack(values, D, bits, dtype)
+
+
+def _scores_of_codes(q: Tensor, keys: Tensor, bits: int, scale: float) -> Tensor:
     q = scale * upcast(q)
     q = q if bits == 8 else rotated(q)
-    k, least = _scaled_codes(keys, D, bits, q.dtype)
-    scores = q @ k.mT + q.unflatten(-1, (-1, GROUP)).sum(-1) @ least.mT
-    scores = soft_capped(scores, softcap)
-    if visible is not None:
-        scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
-    mass = scores.logsumexp(-1)
-    p = _weights(scores, mass)
-    v, least = _scaled_codes(values, D, bits, q.dtype)
+    k, least = _scaled_codes(keys, q.shape[-1], bits, q.dtype)
+    return q @ k.mT + q.unflatten(-1, (-1, GROUP)).sum(-1) @ least.mT
+
+
+def _sums_of_codes(p: Tensor, values: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
+    v, least = _scaled_codes(values, D, bits, p.dtype)
     o = ((p @ v).unflatten(-1, (-1, GROUP)) + (p @ least)[..., None]).flatten(-2)
-    o = o if bits == 8 else rotated(o)
-    return o.to(dtype), mass, p.sum(2) if needs_weights else None
+    return (o if bits == 8 else rotated(o)).to(dtype)
 
 
 def _scaled_codes(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
