@@ -26,6 +26,7 @@ import test_inputs
 import test_kv_eviction
 import test_loading
 import test_modeling
+import test_native
 import test_neural_memory
 import test_ops
 import test_own_losses
@@ -42,6 +43,7 @@ from hf_memory.decoding import datastore
 from hf_memory.evaluation import counts, language, scores, tasks
 from hf_memory.export import exporting
 from hf_memory.files import documents, tokenised
+from hf_memory.integrations import native
 from hf_memory.mixers import base, deltaformer, kv_eviction, pasts, windowed
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
@@ -476,3 +478,15 @@ def test_a_virtual_token_that_kept_tokens_do_not_see_is_seen(monkeypatch):
     monkeypatch.setattr(windowed, "joined_softmax", lambda attended, beside: attended)
     with pytest.raises(AssertionError):
         test_kv_eviction.test_a_layer_keeps_the_tokens_that_its_config_says("virtual token", [60])
+
+
+def test_a_hybrid_that_reads_packed_sequences_as_one_is_seen(monkeypatch):
+    monkeypatch.setattr(native, "keep_packed_apart", lambda model, args, kwargs: None)
+    with pytest.raises(AssertionError):
+        test_native.test_packed_sequences_are_read_apart("qwen3_5", "positions")
+
+
+def test_a_hybrid_that_keeps_what_was_undone_is_seen(monkeypatch):
+    monkeypatch.setattr(MemoryLayer, "crop", lambda self, tokens_to_remove: None)
+    with pytest.raises(AssertionError):
+        test_native.test_undone_tokens_leave_no_trace("qwen3_5")

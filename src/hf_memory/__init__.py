@@ -5,6 +5,7 @@ Importing this package registers every family with transformers' Auto classes.
 
 from hf_memory.export import export_model
 from hf_memory.feed_forward import parameter_groups
+from hf_memory.integrations.native import use_memory_ops
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.context_parallel import context_parallel
 from hf_memory.modeling.delta_net import (
@@ -116,4 +117,5 @@ __all__ = [
     "load_memory",
     "parameter_groups",
     "save_memory",
+    "use_memory_ops",
 ]

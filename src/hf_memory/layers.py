@@ -24,6 +24,7 @@ __all__ = [
     "RotaryEmbedding",
     "ShortConvolution",
     "SwiGLU",
+    "causal_convolution",
     "last_tokens",
     "token_before",
     "unit_length",
@@ -93,42 +94,67 @@ class ShortConvolution(Convertible, nn.Module):
         *,
         silu: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """y_t = sum_w weight_w x_{t-w}, over tokens of the same sequence that are not padding; then silu if asked.
-
-        Args:
-            x: [B, T, channels].
-            state: the last W - 1 tokens before x [B, W - 1, channels], which may be overwritten; None means there were
-                none.
-            attention_mask: [B, T], zero at padding, or None.
-            cu_seqlens: boundaries [N + 1] of packed sequences, with B == 1, or None.
-            silu: whether silu follows.
-
-        Returns:
-            y [B, T, channels], zero at padding, and the state after x.
-        """
-        W = self.weight.shape[1]
-        is_plain = attention_mask is None and cu_seqlens is None
-        if state is not None and W > 1 and x.shape[1] == 1 and is_plain:
-            return convolution_step(x, state, self.weight, self.bias, silu=silu, in_place=True)
-        y, state = _over_last_tokens(
-            lambda context: self._sums(context, cu_seqlens), W, x, state, attention_mask
+        """`causal_convolution` of x [B, T, channels] with this weight and bias."""
+        return causal_convolution(
+            x, self.weight, self.bias, state, attention_mask, cu_seqlens, silu=silu
         )
-        return F.silu(y) if silu else y, state
 
-    def _sums(self, context: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """The weighted sums over each token and the W - 1 tokens before it in the same packed sequence, in float32.
 
-        [B, W - 1 + T, channels] -> [B, T, channels]. On the CPU this takes a sixth of the time of a convolution.
-        """
-        W = self.weight.shape[1]
-        T = context.shape[1] - W + 1
-        weight = self.weight.mT.to(torch.promote_types(context.dtype, torch.float32)).contiguous()
-        place = None if cu_seqlens is None else packed(cu_seqlens, T).position[0, :, None]
-        y = context[:, W - 1 :] * weight[-1]
-        for w in range(1, W):
-            past = context[:, W - 1 - w : W - 1 - w + T]
-            y.addcmul_(past if place is None else past.where(place >= w, 0), weight[-1 - w])
-        return y if self.bias is None else y + self.bias
+def causal_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    state: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    silu: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """y_t = bias + sum_w weight_w x_{t-w}, over tokens of the same sequence that are not padding; then silu if asked.
+
+    Args:
+        x: [B, T, channels].
+        weight: [channels, W], that of the token itself last.
+        bias: [channels] or None.
+        state: the last W - 1 tokens before x [B, W - 1, channels], which may be overwritten; None means there were
+            none.
+        attention_mask: [B, T], zero at padding, or None.
+        cu_seqlens: boundaries [N + 1] of packed sequences, with B == 1, or None.
+        silu: whether silu follows.
+
+    Returns:
+        y [B, T, channels], zero at padding, and the state after x.
+    """
+    W = weight.shape[1]
+    is_plain = attention_mask is None and cu_seqlens is None
+    if state is not None and W > 1 and x.shape[1] == 1 and is_plain:
+        return convolution_step(x, state, weight, bias, silu=silu, in_place=True)
+    y, state = _over_last_tokens(
+        lambda context: _weighted_sums(context, weight, bias, cu_seqlens),
+        W,
+        x,
+        state,
+        attention_mask,
+    )
+    return F.silu(y) if silu else y, state
+
+
+def _weighted_sums(
+    context: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The weighted sums over each token and the W - 1 tokens before it in the same packed sequence, in float32.
+
+    [B, W - 1 + T, channels] -> [B, T, channels]. On the CPU this takes a sixth of the time of a convolution.
+    """
+    W = weight.shape[1]
+    T = context.shape[1] - W + 1
+    weight = weight.mT.to(torch.promote_types(context.dtype, torch.float32)).contiguous()
+    place = None if cu_seqlens is None else packed(cu_seqlens, T).position[0, :, None]
+    y = context[:, W - 1 :] * weight[-1]
+    for w in range(1, W):
+        past = context[:, W - 1 - w : W - 1 - w + T]
+        y.addcmul_(past if place is None else past.where(place >= w, 0), weight[-1 - w])
+    return y if bias is None else y + bias
 
 
 def token_before(

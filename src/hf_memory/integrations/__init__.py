@@ -1,1 +1,1 @@
-"""Our models inside other programs, which import these modules themselves."""
+"""Our models inside other programs, and the ops and caches of this package inside models of transformers."""

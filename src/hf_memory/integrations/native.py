@@ -1,0 +1,397 @@
+"""Hybrid models of transformers with the ops, the cache and the packing of this package, and their own weights."""
+
+from abc import abstractmethod
+from functools import cache as remembered
+from inspect import signature
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, LinearAttentionLayer, StaticCache
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.masking_utils import create_causal_mask
+
+from hf_memory.cache import MemoryLayer, State, States, StaticMemoryLayer
+from hf_memory.cache_argument import CACHE, named_cache
+from hf_memory.layers import causal_convolution, unit_length, upcast
+from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.modeling.packing import (
+    PACKING,
+    flash_arguments,
+    packed_boundaries,
+    packed_positions,
+)
+from hf_memory.ops import delta_rule
+
+SILU = ("silu", "swish")  # names of the activation that follows the convolution
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Projected(NamedTuple):
+    """What a mixer computes from hidden states, token by token."""
+
+    qkv: Tensor  # [B, T, channels], before the convolution
+    beta: Tensor  # [B, T, HV]
+    g: Tensor  # [B, T, HV], or [B, T, HV, K] with a decay for each key channel
+    gate: Tensor  # [B, T, HV, V], of the output
+
+
+class NativeMixer(MemoryMixer):
+    """A mixer of transformers that reads its parameters itself, and is given the rest by `MemoryMixer`.
+
+    Its subclasses are combined with transformers' class, whose constructor has made the parameters.
+    """
+
+    has_parts = False
+    sees_positions = False
+    conv1d: Any  # over queries, keys and values at once
+
+    def declare(self) -> None:
+        """Declare the states: the last inputs of the convolution, and a matrix for each head."""
+        _, value_heads, K, V = self.sizes
+        channels, _, kernel_size = self.conv1d.weight.shape
+        self.spec = {
+            "conv": State((kernel_size - 1, channels), None),
+            "memory": State((value_heads, K, V)),
+        }
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """How to copy or pickle an instance, whose class has no name in a module."""
+        return unfilled, type(self).__bases__, self.__dict__
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Numbers of key and value heads, and of channels of a key and of a value."""
+
+    @abstractmethod
+    def projected(self, hidden_states: Tensor) -> Projected:
+        """What depends on each token [B, T, hidden_size] alone."""
+
+    @abstractmethod
+    def output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
+
+    @force_accelerate_hooks("conv1d")
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        cache: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        cache_params: Cache | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs,
+    ) -> Tensor:
+        """Mix tokens with each other and with the past.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            cache: a cache, or None; transformers 5.23 calls it `cache_params`.
+            attention_mask: [B, T], zero at padding, or None.
+            cache_params: the same as `cache`.
+            cu_seq_lens_q: boundaries [N + 1] of sequences packed into the B * T tokens, or None.
+            **kwargs: arguments of other mixers, which are ignored.
+
+        Returns:
+            The output [B, T, hidden_size].
+
+        Raises:
+            ValueError: if the cache was filled without the ops of this package.
+        """
+        cache = cache_params if cache is None else cache
+        if cache is not None:
+            hold_a_memory(cache, self.layer_idx)
+        output, _ = super().forward(
+            hidden_states, attention_mask=attention_mask, cache=cache, cu_seqlens=cu_seq_lens_q
+        )
+        return output
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are `memory` [N, HV, K, V] and `conv` [N, W - 1, channels]."""
+        qkv, beta, g, gate = self.projected(hidden_states)
+        qkv, conv = causal_convolution(
+            qkv,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            context.states.get("conv"),
+            context.attention_mask,
+            context.cu_seqlens,
+            silu=True,
+        )
+        key_heads, value_heads, K, V = self.sizes
+        q, k, v = qkv.split([key_heads * K, key_heads * K, value_heads * V], -1)
+        o, memory = delta_rule(
+            unit_length(q.unflatten(-1, (-1, K))),
+            unit_length(k.unflatten(-1, (-1, K))),
+            v.unflatten(-1, (-1, V)),
+            beta,
+            g,
+            in_place=True,
+            **context.options("auto", context.states.get("memory")),
+        )
+        return self.output(o, gate), {"conv": conv, "memory": memory}
+
+
+class GatedDeltaNet(NativeMixer):
+    """What Qwen3-Next, Qwen3.5 and OLMo-Hybrid share."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    A_log: Tensor  # [HV]
+    dt_bias: Tensor  # [HV]
+    norm: Any
+    out_proj: Any
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Numbers of key and value heads, and of channels of a key and of a value."""
+        return self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+
+    def decay(self, a: Tensor) -> Tensor:
+        """The natural logarithm [B, T, HV] of the decay, from its projection [B, T, HV]."""
+        return -upcast(self.A_log).exp() * F.softplus(upcast(a) + upcast(self.dt_bias))
+
+    def output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
+        return self.out_proj(self.norm(o, gate).flatten(-2))
+
+
+class Qwen3NextMixer(GatedDeltaNet):
+    """Projections of several inputs at once, ordered by key heads."""
+
+    in_proj_qkvz: Any
+    in_proj_ba: Any
+    fix_query_key_value_ordering: Any
+
+    def projected(self, hidden_states: Tensor) -> Projected:
+        """What depends on each token [B, T, hidden_size] alone."""
+        *qkv, gate, b, a = self.fix_query_key_value_ordering(
+            self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
+        )
+        beta = upcast(b).sigmoid()
+        return Projected(torch.cat([x.flatten(-2) for x in qkv], -1), beta, self.decay(a), gate)
+
+
+class Qwen35Mixer(GatedDeltaNet):
+    """One projection of queries, keys and values, and one of each other input."""
+
+    in_proj_qkv: Any
+    in_proj_z: Any
+    in_proj_b: Any
+    in_proj_a: Any
+
+    def projected(self, hidden_states: Tensor) -> Projected:
+        """What depends on each token [B, T, hidden_size] alone."""
+        gate = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
+        beta = upcast(self.in_proj_b(hidden_states)).sigmoid()
+        g = self.decay(self.in_proj_a(hidden_states))
+        return Projected(self.in_proj_qkv(hidden_states), beta, g, gate)
+
+
+class OlmoHybridMixer(GatedDeltaNet):
+    """A projection of each input, and a write strength that can reach 2."""
+
+    allow_neg_eigval: bool
+    a_proj: Any
+    b_proj: Any
+    g_proj: Any
+    o_norm: Any
+
+    def projected(self, hidden_states: Tensor) -> Projected:
+        """What depends on each token [B, T, hidden_size] alone."""
+        gate = self.g_proj(hidden_states).unflatten(-1, (-1, self.head_v_dim))
+        beta = upcast(self.b_proj(hidden_states)).sigmoid()
+        if self.allow_neg_eigval:
+            beta = 2 * beta
+        g = self.decay(self.a_proj(hidden_states))
+        return Projected(separately_projected(self, hidden_states), beta, g, gate)
+
+    def output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
+        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+
+
+class KimiLinearMixer(NativeMixer):
+    """Kimi Delta Attention: as many key heads as value heads, and a decay for each key channel."""
+
+    num_heads: int
+    forget_gate: Any
+    b_proj: Any
+    g_a_proj: Any
+    g_b_proj: Any
+    o_norm: Any
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Numbers of key and value heads, and of channels of a key and of a value."""
+        return self.num_heads, self.num_heads, self.head_dim, self.head_dim
+
+    def projected(self, hidden_states: Tensor) -> Projected:
+        """What depends on each token [B, T, hidden_size] alone."""
+        gate = self.g_b_proj(self.g_a_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
+        beta = upcast(self.b_proj(hidden_states)).sigmoid()
+        g = self.forget_gate(hidden_states)
+        return Projected(separately_projected(self, hidden_states), beta, g, gate)
+
+    def output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
+        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+
+
+def separately_projected(mixer: NativeMixer, hidden_states: Tensor) -> Tensor:
+    """Queries, keys and values [B, T, channels] in one tensor, from the projection of each."""
+    return torch.cat(
+        [proj(hidden_states) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], -1
+    )
+
+
+MIXERS: dict[str, type[NativeMixer]] = {  # by the name of transformers' class
+    "Qwen3NextGatedDeltaNet": Qwen3NextMixer,
+    "Qwen3_5GatedDeltaNet": Qwen35Mixer,
+    "Qwen3_5MoeGatedDeltaNet": Qwen35Mixer,
+    "OlmoHybridGatedDeltaNet": OlmoHybridMixer,
+    "KimiLinearDeltaAttention": KimiLinearMixer,
+}
+SUPPORTED = "Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid or Kimi Linear"
+
+
+def use_memory_ops(model: Model) -> Model:
+    """Let a hybrid model of transformers use the ops and the cache of this package for its linear attention.
+
+    The model keeps its class, its weights and its config; it is saved and trained as before. What changes:
+
+    - linear attention is computed by `hf_memory.ops.delta_rule`;
+    - `DynamicCache` and `StaticCache` hold its states in a `MemoryLayer`, so that `crop` undoes tokens in all layers,
+      and assisted decoding and prompt lookup work;
+    - packed sequences stay apart, whether `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again declare them.
+
+    Args:
+        model: a model of Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid or Kimi Linear, with any head; it is changed.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: if the model is none of these, or has an option that the ops do not have. It is then unchanged.
+    """
+    modules = list(model.modules())
+    mixers: list[Any] = [x for x in modules if is_of_transformers(x) and type(x).__name__ in MIXERS]
+    changed = [x for x in modules if isinstance(x, NativeMixer)]
+    if not mixers and not changed:
+        raise ValueError(
+            f"model must be a {SUPPORTED} of transformers with linear attention, got {type(model).__name__}"
+        )
+    for mixer in mixers:
+        if mixer.activation not in SILU:
+            raise ValueError(
+                f"hidden_act of model must be silu, which follows its convolutions, got {mixer.activation!r}"
+            )
+    for mixer in mixers:
+        theirs: Any = type(mixer)
+        mixer.__class__ = combined(MIXERS[theirs.__name__], theirs)
+        mixer.declare()
+    for module in modules:
+        if isinstance(module, PreTrainedModel):
+            module._is_stateful = False  # transformers refuses to undo tokens of models that are
+        if mixers and has_mixers(module):
+            module.register_forward_pre_hook(keep_packed_apart, with_kwargs=True)
+    return model
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether a module's class is one of transformers' own."""
+    return type(module).__module__.startswith("transformers.models.")
+
+
+@remembered
+def combined(ours: type, theirs: type) -> type:
+    """A class with the methods of ours, for instances that theirs has made."""
+    return type(f"{theirs.__name__}WithMemoryOps", (ours, theirs), {"__module__": __name__})
+
+
+def unfilled(ours: type, theirs: type) -> NativeMixer:
+    """An instance without parameters."""
+    made: Any = combined(ours, theirs)
+    return made.__new__(made)
+
+
+def has_mixers(module: nn.Module) -> bool:
+    """Whether a module is the model whose list of layers has our mixers."""
+    layers = getattr(module, "layers", None)
+    return isinstance(layers, nn.ModuleList) and any(
+        isinstance(x, NativeMixer) for x in layers.modules()
+    )
+
+
+def hold_a_memory(cache: Cache, layer_idx: int) -> None:
+    """Replace an empty layer of a cache for linear attention by one that holds our states.
+
+    Raises:
+        ValueError: if it is not empty.
+    """
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if not isinstance(layer, LinearAttentionLayer):
+        return
+    if any(layer.has_previous_state.values()):
+        raise ValueError(
+            "cache must be empty or filled after use_memory_ops(model), got one that the model filled before"
+        )
+    memory = StaticMemoryLayer() if isinstance(cache, StaticCache) else MemoryLayer()
+    memory.is_sliding = True  # so that masks are as long as the keys of a layer of full attention
+    if layer.record_past:
+        memory.activate_past_recording()
+    cache.layers[layer_idx] = memory
+
+
+@remembered
+def parameters(model_class: Any) -> tuple[str, ...]:
+    """The names of the arguments of a model, in their order."""
+    return tuple(signature(model_class.forward).parameters)[1:]
+
+
+def keep_packed_apart(
+    model: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """A hook before a model without a head: arguments that tell all its layers which tokens are of one sequence.
+
+    Attention gets a mask, linear attention boundaries, and rotary positions start again if there are none. Without
+    packed sequences nothing changes.
+    """
+    kind: Any = type(model)
+    given = named_cache(dict(zip(parameters(kind), args)) | kwargs, CACHE)
+    embeds = given.get("inputs_embeds")
+    tokens = given.get("input_ids") if embeds is None else embeds
+    if tokens is None:
+        return None  # which the model refuses itself
+    positions = given.get("position_ids")
+    cu_seqlens = packed_boundaries(
+        tokens,
+        given.get("attention_mask"),
+        text_positions(positions),
+        given.get(CACHE),
+        given,
+    )
+    if cu_seqlens is None:
+        return None
+    places = packed_positions(cu_seqlens, tokens)
+    like = tokens if embeds is not None else tokens.new_empty((*tokens.shape, 0), dtype=model.dtype)
+    nothing: dict[str, Any] = {"attention_mask": None, CACHE: None}
+    mask = create_causal_mask(model.config, inputs_embeds=like, position_ids=places, **nothing)
+    given = {name: x for name, x in given.items() if name not in PACKING}
+    return (), given | flash_arguments(cu_seqlens) | {
+        "attention_mask": {"full_attention": mask, "linear_attention": None},
+        "position_ids": places if positions is None else positions,
+        "use_cache": False,
+    }
+
+
+def text_positions(positions: Tensor | None) -> Tensor | None:
+    """The positions [B, T] of tokens in their text; with images, they are the first of four, if they are given."""
+    if positions is None or positions.ndim == 2:
+        return positions
+    return positions[0] if positions.shape[0] == 4 else None

@@ -1,0 +1,245 @@
+"""Hybrid models of transformers with our ops and our cache compute the same, and can do what they could not."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from cases import random_tokens
+from comparing import assert_close
+from hf_memory import use_memory_ops
+from hf_memory.cache import MemoryLayer
+from hf_memory.cache_argument import CACHE, cache_of
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "linear_conv_kernel_dim": 3,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
+LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+KIMI = {**LATENT, "linear_num_heads": 4, "linear_head_dim": 8, "moe_intermediate_size": 8}
+KINDS = {
+    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig, {**HEADS, "num_experts": 0}),
+    "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, HEADS),
+    "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, {**HEADS, **EXPERTS}),
+    "olmo_hybrid": (OlmoHybridForCausalLM, OlmoHybridConfig, HEADS),
+    "kimi_linear": (
+        KimiLinearForCausalLM,
+        KimiLinearConfig,
+        {**KIMI, "mlp_layer_types": ["dense"] * 3},
+    ),
+}
+LENGTHS = (3, 1, 7)
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+PACKINGS = {
+    "positions": {"position_ids": POSITIONS},
+    "boundaries": {"cu_seq_lens_q": torch.tensor([0, 3, 4, 11])},
+    "numbers": {"seq_idx": torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))[None]},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind):
+    """A random model of transformers in float64."""
+    model_class, config_class, options = KINDS[kind]
+    torch.manual_seed(0)
+    config = config_class(**{**SIZES, **options}, experts_implementation="eager")
+    model = model_class(config).eval().double()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def ours(kind):
+    return use_memory_ops(make(kind))
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch):
+    """What transformers computes in float32 whatever the model's dtype, it computes in float64."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def read(model, tokens, cache, **options):
+    """The logits of tokens after those in a cache."""
+    return model(tokens, **{CACHE: cache}, **options).logits
+
+
+@every_kind
+def test_logits_and_gradients_are_those_of_transformers(kind):
+    model = make(kind)
+    tokens = random_tokens(2, 70)
+    found = []
+    for one in (model, use_memory_ops(copy.deepcopy(model))):
+        logits = one(tokens, use_cache=False).logits
+        logits.square().sum().backward()
+        found.append([logits, *(x.grad for x in one.parameters() if x.grad is not None)])
+    assert_close(*found)
+
+
+@every_kind
+@torch.no_grad()
+def test_a_prompt_and_then_single_tokens_are_read_as_by_transformers(kind):
+    model = make(kind)
+    tokens = random_tokens(2, 12)
+    expected = model(tokens, use_cache=False).logits
+    use_memory_ops(model)
+    cache = DynamicCache(config=model.config)
+    parts = [tokens[:, :7], *tokens[:, 7:].split(1, 1)]
+    assert_close(torch.cat([read(model, part, cache) for part in parts], 1), expected)
+
+
+@every_kind
+@torch.no_grad()
+def test_padding_changes_no_row(kind):
+    model = ours(kind)
+    tokens = random_tokens(1, 9)
+    mask = torch.tensor([[0] * 4 + [1] * 5])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = model(tokens, attention_mask=mask, position_ids=positions).logits[:, 4:]
+    assert_close(found, model(tokens[:, 4:]).logits)
+
+
+@every_kind
+@pytest.mark.parametrize("said", PACKINGS)
+@torch.no_grad()
+def test_packed_sequences_are_read_apart(kind, said):
+    model = ours(kind)
+    tokens = random_tokens(1, 11)
+    apart = torch.cat([model(part).logits for part in tokens.split(LENGTHS, 1)], 1)
+    assert_close(model(tokens, **PACKINGS[said]).logits, apart)
+
+
+def test_packed_sequences_change_each_other_in_no_gradient():
+    model = ours("qwen3_5")
+    x = model.get_input_embeddings()(random_tokens(1, 11)).detach().requires_grad_()
+    model(inputs_embeds=x, **PACKINGS["positions"]).logits[:, 4:].square().sum().backward()
+    assert not x.grad[:, :4].any()
+    assert x.grad[:, 4:].any()
+
+
+@every_kind
+@torch.no_grad()
+def test_undone_tokens_leave_no_trace(kind):
+    model = ours(kind)
+    tokens = random_tokens(2, 12)
+    cache = DynamicCache(config=model.config)
+    read(model, tokens[:, :5], cache)
+    cache.activate_past_recording()
+    read(model, tokens[:, 5:8], cache)
+    cache.crop(-2)
+    read(model, tokens[:, :4], cache)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 6
+    found = torch.cat([read(model, part, cache) for part in (tokens[:, 6:7], tokens[:, 7:])], 1)
+    assert_close(found, model(tokens).logits[:, 6:])
+
+
+@every_kind
+def test_assisted_decoding_and_prompt_lookup_change_no_token(kind):
+    model = ours(kind)
+    assistant = ours(kind)
+    for parameter in assistant.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)  # right for some tokens
+    prompt = random_tokens(1, 6).repeat(1, 2)
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    for way in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(model.generate(prompt, **options, **way), expected)
+
+
+@torch.no_grad()
+def test_beams_and_static_caches_change_no_token():
+    model = ours("qwen3_5")
+    prompt = random_tokens(2, 6)
+    options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
+    expected = model.generate(prompt, **options, use_cache=False)
+    assert torch.equal(model.generate(prompt, **options), expected)
+    greedy = {"max_new_tokens": 8, "do_sample": False}
+    static = model.generate(prompt, **greedy, cache_implementation="static")
+    assert torch.equal(static, model.generate(prompt, **greedy))
+
+
+@torch.no_grad()
+def test_a_model_makes_its_cache_itself():
+    model = ours("olmo_hybrid")
+    tokens = random_tokens(1, 6)
+    cache = cache_of(model(tokens[:, :4]))
+    assert [isinstance(layer, MemoryLayer) for layer in cache.layers] == [True, False, True]
+    assert_close(read(model, tokens[:, 4:], cache), model(tokens).logits[:, 4:])
+
+
+@torch.no_grad()
+def test_a_cache_filled_before_is_refused():
+    model = make("qwen3_5")
+    tokens = random_tokens(1, 4)
+    cache = cache_of(model(tokens))
+    use_memory_ops(model)
+    with pytest.raises(ValueError, match="cache must be empty or filled after use_memory_ops"):
+        read(model, tokens, cache)
+
+
+def test_class_weights_and_copies_stay(monkeypatch):
+    monkeypatch.undo()  # pickle knows dtypes by name
+    model = make("kimi_linear")
+    before = copy.deepcopy(model)
+    tokens = random_tokens(1, 5)
+    use_memory_ops(use_memory_ops(model))
+    assert type(model) is type(before)
+    assert model.config.to_dict() == before.config.to_dict()
+    assert_close(dict(model.state_dict()), dict(before.state_dict()))
+    expected = model(tokens, position_ids=torch.tensor([[0, 1, 0, 1, 2]])).logits
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found = same(tokens, position_ids=torch.tensor([[0, 1, 0, 1, 2]])).logits
+        assert_close(found, expected)
+
+
+def test_other_models_are_refused():
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 8}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    with pytest.raises(ValueError, match=r"model must be a Qwen3-Next, .* got LlamaForCausalLM"):
+        use_memory_ops(llama)
+    relu = make("olmo_hybrid")
+    relu.model.layers[2].linear_attn.activation = "relu"
+    with pytest.raises(ValueError, match=r"hidden_act of model must be silu.* got 'relu'"):
+        use_memory_ops(relu)
+    assert type(relu.model.layers[0].linear_attn).__module__.startswith("transformers.")
