@@ -1,11 +1,11 @@
 """Runs a model in one engine, in that engine's own environment; started by engines.py.
 
-Reads {"engine", "model", "dtype", "cache", "prompts", "again", "new", "contexts", "is_attention"} from stdin and prints
-{"version", "tokens", "likeliest", "speed", "bytes", "cached"} on stdout: greedy tokens of each prompt, and of `again`
-after them; for each of them the likeliest tokens with log-probabilities; tokens a second of CPU time after so many
-tokens, on one thread; bytes of the cache that the engine has for so many tokens; and how many tokens of `again` were
-read before. `cache` is the engine's type of numbers in the cache, or "exact": those of the model, but float16 in
-llama.cpp where speed and bytes are measured.
+Reads {"engine", "model", "dtype", "cache", "prompts", "again", "new", "contexts", "caches_prefixes"} from stdin and
+prints {"version", "tokens", "likeliest", "speed", "bytes", "cached"} on stdout: greedy tokens of each prompt, and of
+`again` after them; for each of them the likeliest tokens with log-probabilities; tokens a second of CPU time after so
+many tokens, on one thread; bytes of the cache that the engine has for so many tokens; and how many tokens of each
+prompt of `again` were read before. `cache` is the engine's type of numbers in the cache, or "exact": those of the
+model, but float16 in llama.cpp where speed and bytes are measured.
 """
 
 import contextlib
@@ -176,16 +176,14 @@ def vllm(request: dict) -> dict:
     }  # speed beyond a teacher's positions is asked for, too
     from vllm import LLM, SamplingParams, __version__
 
-    longest = max(
-        *request["contexts"], *(len(prompt) + request["new"] for prompt in request["prompts"]), 0
-    )
+    prompts = [*request["prompts"], *request["again"]]
+    longest = max(*request["contexts"], *(len(prompt) + request["new"] for prompt in prompts), 0)
     options = {"max_num_batched_tokens": STEP, "max_num_seqs": 16, "skip_tokenizer_init": True}
-    if request["is_attention"]:
+    options["enable_prefix_caching"] = request["caches_prefixes"]
+    if request["caches_prefixes"]:
         options["prefix_cache_retention_interval"] = (
             None  # what is before a window anywhere in a prompt, too
         )
-    else:
-        options |= {"enforce_eager": True, "enable_prefix_caching": False}
     if request["cache"] != "exact":
         options["kv_cache_dtype"] = request["cache"]
     llm = LLM(request["model"], dtype=request["dtype"], max_model_len=longest, **options)
@@ -205,7 +203,7 @@ def vllm(request: dict) -> dict:
         for answer in answers
     ]
     if request["again"]:
-        found["cached"] = answers[-1].num_cached_tokens
+        found["cached"] = [x.num_cached_tokens for x in answers[len(request["prompts"]) :]]
     engine = llm.llm_engine
     found["speed"] = {}
     found["bytes"] = {}

@@ -10,10 +10,11 @@ and counts tokens a second of one thread's CPU time at the end of contexts of so
 cache. Gated DeltaNet runs as Qwen3.5 (with pinned norms where the teacher has no q/k norm), Mamba-2 as Granite. vLLM
 reads 512 tokens a step, of all prompts at once, and the longest in chunks; its build for the CPU has Qwen3.5 in
 bfloat16 alone (`--dtype bfloat16`), where tokens need not agree. Models that keep nothing but keys and values run there
-compiled and with prefix caching: the last prompt begins as the longest one. With `--caches` engines have keys and
-values in few bits (`q8_0` and `q4_0` of llama.cpp with flash attention, `fp8` of vLLM), where tokens need not agree
-either: the KL is that of ours from the engine's predictions of each token that it wrote, over its likeliest tokens and
-the rest. Writes benchmarks/results/engines.json; rows of other models, engines and tables stay.
+compiled. They and what our plugin runs have prefix caching: of the last prompts one begins as the longest one, and one
+goes on after it. With `--caches` engines have keys and values in few bits (`q8_0` and `q4_0` of llama.cpp with flash
+attention, `fp8` of vLLM), where tokens need not agree either: the KL is that of ours from the engine's predictions of
+each token that it wrote, over its likeliest tokens and the rest. Writes benchmarks/results/engines.json; rows of other
+models, engines and tables stay.
 """
 
 import argparse
@@ -378,8 +379,7 @@ def measure(
     contexts = request["contexts"]
     prompts = [*request["prompts"], *request["again"]]
     expected = greedy(model, prompts, new)
-    is_teacher = config.model_type == "llama"
-    request["is_attention"] = is_teacher or not memory_layers(config)
+    is_attention = config.model_type == "llama" or not memory_layers(config)
     with tempfile.TemporaryDirectory() as work:
         for engine, path in files_of(model, tokenizer, Path(work) / "model", target).items():
             program = engine.partition(" by ")[0]
@@ -397,6 +397,7 @@ def measure(
             else:
                 most = LONGEST.get(program, math.inf)
                 asked = {"contexts": [n for n in contexts if n <= most], "model": str(path)}
+                asked["caches_prefixes"] = is_attention or engine.endswith("by our plugin")
                 asked |= {
                     name: [prompt for prompt in request[name] if len(prompt) <= most]
                     for name in PROMPTS
@@ -580,7 +581,7 @@ def main() -> None:
         longest = table.prompts[-1]
         request = {
             "prompts": table.prompts[: arguments.prompts],
-            "again": [[*longest[: len(longest) // 2], 5, 6, 7]],
+            "again": [[*longest[: len(longest) // 2], 5, 6, 7], [*longest, 5, 6, 7]],
         }
         request |= {"new": arguments.new, "contexts": table.contexts, "dtype": arguments.dtype}
         for name, model in table.models.items():

@@ -263,6 +263,7 @@ def vllm_config(config, **options):
             sliding_window=4,
             block_size=None,
             user_specified_block_size=False,
+            prefix_match_unit=None,
         ),
         device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
@@ -275,7 +276,6 @@ def test_memories_need_whole_models_and_no_graphs():
     given = vllm_config(make_config(CASE["gla"]))
     ModelConfig.verify_and_update_config(given)
     assert given.model_config.enforce_eager
-    assert not given.cache_config.enable_prefix_caching
     given.speculative_config = object()
     with pytest.raises(ValueError, match=r"speculative_config must be None: a memory"):
         ModelConfig.verify_and_update_config(given)
@@ -283,6 +283,24 @@ def test_memories_need_whole_models_and_no_graphs():
         ModelConfig.verify_and_update_config(
             vllm_config(make_config(CASE["gla"]), pipeline_parallel_size=2)
         )
+
+
+@pytest.mark.parametrize(
+    ("case", "enabled", "asked", "unit"),
+    [
+        ("gla", True, None, None),  # pages of one kind: a prefix ends where a page does
+        ("attention-kept", True, None, 32),
+        ("attention-kept", True, 64, 64),
+        ("attention-kept", False, None, None),
+    ],
+)
+def test_prefixes_beside_attention_end_anywhere_in_pages_of_states(case, enabled, asked, unit):
+    given = vllm_config(make_config(CASE[case]))
+    given.cache_config.enable_prefix_caching = enabled
+    given.cache_config.prefix_match_unit = asked
+    ModelConfig.verify_and_update_config(given)
+    assert given.cache_config.enable_prefix_caching is enabled
+    assert given.cache_config.prefix_match_unit == unit
 
 
 def test_attention_alone_is_a_class_of_its_own_with_small_blocks():

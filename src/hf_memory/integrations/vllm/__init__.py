@@ -3,7 +3,13 @@
 import warnings
 from typing import Any
 
-from hf_memory.integrations.vllm.placement import bits_of_engine, check, divided, memory_layers
+from hf_memory.integrations.vllm.placement import (
+    bits_of_engine,
+    check,
+    divided,
+    has_attention,
+    memory_layers,
+)
 from hf_memory.modeling import FAMILIES
 
 MODEL = f"{__name__}.model"
@@ -25,7 +31,11 @@ class ModelConfig:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse what the models cannot do, and with memories turn off what needs keys and values of each token."""
+        """Refuse what the models cannot do, and with memories turn off what needs keys and values of each token.
+
+        Beside attention, pages of states have more tokens than those of keys and values, and the state of a page that
+        a prompt does not fill is found again, too: after a multiple of `prefix_match_unit` tokens.
+        """
         parallel = vllm_config.parallel_config
         cache = vllm_config.cache_config
         model = vllm_config.model_config
@@ -51,7 +61,8 @@ class ModelConfig:
                     "speculative_config must be None: a memory cannot forget tokens that are refused"
                 )
             model.enforce_eager = True  # the CPU groups sequences in each step
-            cache.enable_prefix_caching = False
+            if cache.enable_prefix_caching and has_attention(model.hf_config):
+                cache.prefix_match_unit = cache.prefix_match_unit or cache.block_size
             return
         cache.sliding_window = None  # each layer has its own
 

@@ -17,11 +17,17 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsLoRA
+from vllm.model_executor.models.interfaces import (
+    HasInnerState,
+    IsHybrid,
+    SupportsLoRA,
+    SupportsMambaPrefixCaching,
+)
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
@@ -153,7 +159,9 @@ class Memory(Pages, MambaBase):
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take the pages [sequences, 1, 1, bytes]."""
-        self.shelf.bind(self.layer, kv_cache[:, 0, 0].view(torch.uint8))
+        pages = kv_cache[:, 0, 0].view(torch.uint8)
+        self.kv_cache = (pages[:, : self.shelf.size],)  # what vLLM copies from block to block
+        self.shelf.bind(self.layer, pages)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings, steps: list[Reading] | None, **kwargs
@@ -350,7 +358,7 @@ class AttentionForVLLM(ModelForVLLM, SupportsLoRA):
         return model.norm(x)[0]
 
 
-class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid):
+class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
     """Any language model of this package, pure or hybrid, in vLLM."""
 
     def forward(
@@ -389,3 +397,8 @@ class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid):
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
         """Dtype of the page of each memory layer."""
         return (torch.uint8,)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[MambaStateCopyFunc, ...]:
+        """How vLLM copies the page of each memory layer: whole."""
+        return (get_temporal_copy_spec,)

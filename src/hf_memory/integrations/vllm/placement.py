@@ -36,6 +36,12 @@ def memory_layers(config: Any) -> list[int]:
     return [i for i in range(config.num_hidden_layers) if not is_attention(config, i)]
 
 
+def has_attention(config: Any) -> bool:
+    """Whether vLLM's attention runs some layers or heads of the model."""
+    layers = range(config.num_hidden_layers)
+    return len(memory_layers(config)) < len(layers) or any(config.full_attention_heads or ())
+
+
 def check(config: Any) -> None:
     """Raise ValueError unless vLLM can store all states of the model."""
     if getattr(config, "depth", "fixed") == "universal":
