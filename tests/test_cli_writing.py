@@ -254,6 +254,13 @@ def with_files(files):
     return lambda student, folder: write_model(student, folder, files)
 
 
+def without_tokenizer(student, folder):
+    write_model(student, folder, {})
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    return folder
+
+
 def without_heads(student, folder):
     config = json.loads((student / "config.json").read_text())
     return write_model(
@@ -307,6 +314,10 @@ def write_model(student, folder, files):
         (
             ["generate", "STUDENT", "--prompt", "new", "--datastore-weight", 0.5],
             "without datastore, got 0.5",
+        ),
+        (
+            ["generate", without_tokenizer, "--prompt", "new"],
+            "must have the files of a tokenizer, such as tokenizer.json: copy them",
         ),
         (
             ["generate", with_files({"tokenizer.json": b"{}"}), "--prompt", "new"],

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import hf_memory
+import hf_memory_cli
 from hf_memory.address import ADDRESS
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +63,31 @@ def test_a_command_keeps_what_the_user_has_set(waiting):
 def test_the_package_as_a_module_is_the_command(waiting):
     """It imports torch with the package before it can set how threads wait, so it starts anew."""
     assert waiting("-m", "hf_memory", "info", "nowhere") == ["None", "PASSIVE"]
+
+
+def test_a_command_shows_no_bars_of_libraries(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "")  # which is restored after the test
+    monkeypatch.delenv("TQDM_DISABLE")
+    monkeypatch.setattr(hf_memory_cli, "commands", lambda **how: None)
+    hf_memory_cli.app()
+    assert os.environ["TQDM_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["convert", "llama"],
+            "Missing option '--text'. Training text: folder of text, text file,",
+        ),
+        (["convert"], "Missing argument 'TEACHER'. Folder, Hub name or GGUF file"),
+        (["fine-tune"], "Missing argument 'MODEL'. Folder, Hub name or GGUF file"),
+    ],
+)
+def test_what_is_missing_is_said_with_what_it_is(words, told, run):
+    code, _, err = run(*words)
+    assert told in " ".join(err.replace("\u2502", " ").split())
+    assert code == 2
 
 
 def test_importing_the_library_changes_no_environment(tmp_path):

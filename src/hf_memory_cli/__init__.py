@@ -68,6 +68,7 @@ def app() -> None:
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # torch reads it when it is imported, which is later
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries; a command shows its own
     try:
         commands(prog_name="hf-memory")
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from copy import copy
 
+import typer
 from typer.core import TyperCommand
 
 WHAT = "What"
@@ -10,6 +11,30 @@ WHERE = "Where"
 ADVANCED = "Advanced"
 IN_FILE = "Settings in the file of --config only"
 GROUPS = None, WHAT, LONG, WHERE, ADVANCED, IN_FILE  # titles of parts of the help, in this order
+VALUES = {  # what the help calls the value of an argument, by its name; others are called by their type
+    "teacher": "TEACHER",
+    "student": "STUDENT",
+    "model": "MODEL",
+    "against": "MODEL",
+    "scored_by": "MODEL",
+    "text": "FILE",
+    "config": "FILE",
+    "output": "FOLDER",
+    "checkpoints": "FOLDER",
+    "to": "MEMORY",
+    "keep": "WHAT",
+    "train": "WHAT",
+    "goal": "kl=NUMBER",
+    "option": "NAME=VALUE",
+    "training": "NAME=VALUE",
+    "transfer": "NAME=VALUE,...",
+    "distillation": "NAME=VALUE,...",
+    "fine_tuning": "NAME=VALUE,...",
+    "gpu": "NAME",
+    "device": "NAME",
+    "tasks": "NAME,...",
+    "lengths": "NUMBER,...",
+}
 
 
 class Command(TyperCommand):
@@ -22,6 +47,8 @@ class Command(TyperCommand):
         for setting in self.in_file:
             setting.hidden = False
             setting.opts = [name.lstrip("-") for name in setting.opts]
+        for parameter in (*self.params, *self.in_file):
+            parameter.metavar = parameter.metavar or VALUES.get(parameter.name)
 
     def parse_args(self, ctx, args):
         """Read the arguments, and then the settings, which are those of the file or defaults."""
@@ -32,7 +59,12 @@ class Command(TyperCommand):
                 raise ValueError(
                     f'{flag} must be given in a file: --config FILE, with the line "{names[flag]}: VALUE"'
                 )
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if not error.message:  # something is missing, of which the error says the name alone
+                error.message = getattr(error.param, "help", "")
+            raise
         for setting in self.in_file:
             setting.handle_parse_result(ctx, {}, [])
         return rest
@@ -46,4 +78,7 @@ class Command(TyperCommand):
         """Write the help in groups, the last of which has the settings."""
         whole = copy(self)
         whole.params = self.in_groups()
+        self.get_help_option(
+            ctx
+        ).rich_help_panel = ADVANCED  # not in a group of its own, before all others
         super(Command, whole).format_help(ctx, formatter)

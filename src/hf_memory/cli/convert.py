@@ -15,17 +15,19 @@ from hf_memory.conversion import Recipe, Schedule
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 DEFAULT = Recipe()
+SCHEDULE = (
+    f"such as steps=250,length=2048; names are {', '.join(Schedule._fields)}; may be repeated"
+)
 
 
 def schedule_of(stage: str) -> str:
     """The help of the schedule of a stage."""
-    fields = ", ".join(Schedule._fields)
-    return f"Schedule of {stage}: name=value,... with names from {fields}; may be repeated."
+    return f"Schedule of {stage}, with the names of --distillation."
 
 
-def schedule(stage: str):
-    """The flag for the schedule of a stage."""
-    return typer.Option(callback=options.after_file, help=schedule_of(stage), rich_help_panel=LONG)
+def schedule(help: str):
+    """A flag for the schedule of a stage."""
+    return typer.Option(callback=options.after_file, help=help, rich_help_panel=LONG)
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,15 @@ class StudentFlags:
     keep: Annotated[
         str | None,
         typer.Option(
-            help=f"What keeps its attention: {conversion.KEEP_WORDS}; default: heads:1/11, auto for a "
-            "servable student without a memory, none where there are no windows.",
+            help=f"What keeps everything: {conversion.KEEP_WORDS}; default: heads:1/11, with --servable auto, and none "
+            "where a memory has no windows.",
             rich_help_panel=WHAT,
         ),
     ] = None
     goal: Annotated[
         str | None,
         typer.Option(
-            help="kl=0.05: measure students before training, and keep the fewest heads whose KL is at most this.",
+            help="Keep the fewest heads with which the KL before training is at most this, such as kl=0.05.",
             rich_help_panel=WHAT,
         ),
     ] = None
@@ -59,8 +61,8 @@ class StudentFlags:
         bool,
         typer.Option(
             "--servable",
-            help="Set the options with which inference engines can run the student (see hf-memory export). Without "
-            "--to, it keeps whole layers, and the others have a window and sinks.",
+            help="Make a student that engines can run after hf-memory export: without --to, whole layers keep "
+            "everything, and the others have a window and sinks.",
             rich_help_panel=WHAT,
         ),
     ] = False
@@ -72,8 +74,10 @@ class StudentFlags:
             "--spread-kept",
         ),
     ] = False
-    transfer: Annotated[list[str] | None, schedule("attention transfer")] = None
-    distillation: Annotated[list[str] | None, schedule("distillation")] = None
+    transfer: Annotated[list[str] | None, schedule(schedule_of("attention transfer"))] = None
+    distillation: Annotated[
+        list[str] | None, schedule(f"Schedule of distillation, {SCHEDULE}.")
+    ] = None
     fine_tuning: Annotated[
         list[str] | None,
         options.in_file(
@@ -83,8 +87,8 @@ class StudentFlags:
     train: Annotated[
         str | None,
         typer.Option(
-            help="What distillation trains: all weights, attention (all but embeddings and feed-forward layers), what "
-            "is new, or with lora:8 this and LoRA of rank 8; default: attention, or all if there is a memory.",
+            help="What distillation trains: all, attention, new (what the teacher does not have), or lora:8 (new, and "
+            "updates of rank 8); default: attention, or all if there is a memory.",
             rich_help_panel=ADVANCED,
         ),
     ] = None

@@ -62,12 +62,12 @@ class MeasureFlags:
     ] = False
     tasks: Annotated[
         str,
-        typer.Option(help=f"Tasks, separated by commas: {EXPLAINED}.", rich_help_panel=WHAT),
+        typer.Option(help=f"What to measure: {EXPLAINED}.", rich_help_panel=WHAT),
     ] = ALL
     lengths: Annotated[
         str,
         typer.Option(
-            help="Context lengths in tokens; lengths beyond the model's positions or the text are left out.",
+            help="Lengths of contexts in tokens; those that the model or the text does not have are left out.",
             rich_help_panel=LONG,
         ),
     ] = USUAL
@@ -117,7 +117,7 @@ def evaluate(
     datastore: Annotated[
         Path | None,
         typer.Option(
-            help="Datastore that the model looks up: folder that hf-memory datastore has built.",
+            help="Folder that hf-memory datastore has built, which the model looks up.",
             rich_help_panel=WHAT,
         ),
     ] = None,

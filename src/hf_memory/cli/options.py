@@ -52,16 +52,16 @@ Option = Annotated[
     typer.Option(
         "--option",
         "-o",
-        help="name=value, an option of the student's config; may be repeated.",
+        help="An option of the student's config, such as cache_bits=null; may be repeated.",
         rich_help_panel=WHAT,
     ),
 ]
-MIXED = "With weights, as a.txt=0.7 and b.jsonl=0.3, windows are drawn from each in proportion"
+MIXED = "a.txt=0.7 and b.jsonl=0.3 are mixed by these weights"
 Texts = Annotated[
     list[str],
     typer.Option(
         "--text",
-        help=f"Training text: {SOURCES}; may be repeated. {MIXED}. {GENERATED}.",
+        help=f"Training text: {SOURCES}; may be repeated: {MIXED}. {GENERATED}.",
         rich_help_panel=WHAT,
     ),
 ]
@@ -75,7 +75,7 @@ MeasureTokens = Annotated[
 Checkpoints = Annotated[
     Path | None,
     typer.Option(
-        help="Folder for tokens and checkpoints; a stopped run resumes from it.",
+        help="Folder from which the same command goes on after it was stopped.",
         rich_help_panel=WHERE,
     ),
 ]
@@ -95,8 +95,8 @@ Config = Annotated[
     typer.Option(
         is_eager=True,
         callback=_flags_of_file,
-        help="YAML file with values for these options and for the settings below; what is typed wins. convert and "
-        f"fine-tune write one, {RUN}.",
+        help="YAML file with values of options and of the settings below; what is typed wins. convert and fine-tune "
+        f"write one, {RUN}.",
         rich_help_panel=ADVANCED,
     ),
 ]
@@ -122,7 +122,7 @@ class TrainingFlags:
         typer.Option(
             "--training",
             "-t",
-            help="name=value, an option of transformers' TrainingArguments; may be repeated.",
+            help="One of transformers' TrainingArguments, such as bf16=true; may be repeated.",
             rich_help_panel=ADVANCED,
         ),
     ] = None
@@ -136,14 +136,14 @@ class TrainingFlags:
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the arguments, print the plan, with heads that are chosen if weights are here; write nothing.",
+            help="Print the plan and check that all of it fits together; train and write nothing.",
             rich_help_panel=LONG,
         ),
     ] = False
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"With --dry-run, memory and time on {', '.join(DEVICES)}, or 8xh200.",
+            help=f"With --dry-run: memory and time on {', '.join(DEVICES)}, or 8xh200.",
             rich_help_panel=LONG,
         ),
     ] = None
@@ -249,4 +249,5 @@ def found(model: str) -> str:
             HfApi().model_info(model, timeout=10)
         except Exception as error:  # whatever the Hub's client raises, the name leads to no model
             raise ValueError(f"{wanted}: {error}") from error
+        console.print(f"{model} is downloaded from the Hub first.", soft_wrap=True)
     return model

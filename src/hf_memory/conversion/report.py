@@ -194,7 +194,7 @@ SCORE_HEADER = ("questions", "teacher's score", "score", "ratio", "win and tie")
 HEADER = ("tokens", "model", "KL", "agreement", "perplexity", "ratio", "recall", "cache kB")
 RATIO_BELOW = (
     "A ratio of perplexities below one does not mean that the student is better than its teacher: it has learnt the "
-    "style of this text. How near it is to its teacher is said by KL and agreement."
+    "style of this text. KL and agreement say how near it is to its teacher."
 )
 SPEED_HEADER = ("tokens", "model", "tokens/s read", "tokens/s written")
 

@@ -244,41 +244,35 @@ def _whole_window(subject: Subject) -> list[int]:
 
 
 TASKS = {
-    "instructions": _scored("instructions", "scores of short answers: copying, lists, JSON, facts"),
-    "retrieval": _scored("retrieval", "scores of numbers and variables found in a text, by length"),
-    "long_answers": _scored("long_answers", "scores of long answers about a long text"),
-    "turns": _scored(
-        "turns", "scores of answers about the first turn of a conversation, by length"
-    ),
-    "reasoning": _scored(
-        "reasoning", "scores of answers to puzzles of reasoning-gym, which must be installed"
-    ),
+    "instructions": _scored("instructions", "scores of short answers"),
+    "retrieval": _scored("retrieval", "scores of what is found in a text"),
+    "long_answers": _scored("long_answers", "scores of long answers"),
+    "turns": _scored("turns", "scores of answers about the first turn of a conversation"),
+    "reasoning": _scored("reasoning", "scores of puzzles, if reasoning-gym is installed"),
     "agreement": Task(
-        "KL divergence from the teacher, agreement on the next token, and perplexity, by position",
+        "KL from the teacher, and how often both choose the same next token",
         lambda x: _whole_window(x) if x.teacher else [],
         _agreement,
     ),
-    "perplexity": Task("perplexity of held-out text, by position", _whole_window, _perplexity),
+    "perplexity": Task("perplexity, by position", _whole_window, _perplexity),
     "recall": Task(
-        "by how many nats per token the loss on the last eighth of a text falls if it repeats the first, by length",
+        "how much better a passage is predicted when it is read again",
         lambda x: [length for length in x.contexts if length >= SHORTEST],
         _recall,
     ),
     "memory": Task(
-        "by what part the output of a layer's mixer would change without its memory, by layer",
+        "how much of each layer's output its memory gives",
         lambda x: [
             _layer(mixer.layer_idx) for mixer in mixers_with_memory(x.model)[-1:] if x.contexts
         ],
         _memory,
     ),
-    "niah_single": _search("a number hidden in the text, by length and depth", SINGLE),
-    "niah_multikey": _search(
-        "four numbers with keys hidden in the text, of which one is asked for", MULTIKEY
-    ),
-    "passkey": _search("a number hidden in a sentence that repeats", PASSKEY),
+    "niah_single": _search("a number hidden in the text", SINGLE),
+    "niah_multikey": _search("one of four hidden numbers", MULTIKEY),
+    "passkey": _search("a number hidden among repetitions of a sentence", PASSKEY),
     "answers": Task("greedy answers to prompts, side by side", lambda x: [x.new_tokens], _answers),
     "speed": Task(
-        "tokens per second and bytes of the cache, by context",
+        "tokens a second, and size of the cache",
         lambda x: x.contexts,
         lambda subject, context: {context: cost(subject.model, context)},
     ),

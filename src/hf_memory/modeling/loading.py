@@ -102,11 +102,22 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         name: a folder or a name on the Hub.
 
     Raises:
-        ValueError: if its files describe no tokenizer.
-        OSError: if there are none.
+        ValueError: if its files describe no tokenizer, or a folder has none.
+        OSError: if a model on the Hub has none.
     """
+    if Path(name).is_dir() and not any(map(_is_of_tokenizer, Path(name).iterdir())):
+        raise ValueError(
+            f"{name} must have the files of a tokenizer, such as tokenizer.json: copy them from the model that it was "
+            "made from"
+        )
     with _explained(f"the files of {name} must describe a tokenizer"):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def _is_of_tokenizer(file: Path) -> bool:
+    """Whether a file may be one of a tokenizer."""
+    words = "token", "vocab", "merges", ".model", "tekken"
+    return any(word in file.name for word in words)
 
 
 def has_weights(name: str | Path) -> bool:

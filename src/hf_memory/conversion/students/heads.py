@@ -23,8 +23,8 @@ from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 
 HEAD_SCORES = {  # what heads are ranked by, for each word
-    "heads": "part in the divergence of the teacher's predictions of repeated passages if all heads have windows",
-    "retrieval": "attention to what followed a passage when it was read before",
+    "heads": "part in what the teacher predicts of a passage that it reads again",
+    "retrieval": "attention to what followed when the passage was read before",
 }
 PASSAGE = 256  # tokens of a passage
 BETWEEN = 512  # tokens between its two readings
