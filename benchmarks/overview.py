@@ -2,8 +2,8 @@
 
     python benchmarks/overview.py
 
-It measures nothing. It draws what benchmarks/decode.py has recorded, and
-results/quality_by_cache.json, and writes results/overview.png.
+It measures nothing. It draws what benchmarks/decode.py and benchmarks/cache_bits.py have recorded, and writes
+results/overview.png.
 """
 
 import json
@@ -20,12 +20,40 @@ COSTS = {  # of benchmarks/decode.py: label, colour
     "window, heads": ("a tenth of heads\nkeep everything", "tab:orange"),
     "Gated DeltaNet": ("DeltaNet", "tab:blue"),
 }
-STUDENTS = {  # of quality_by_cache.json: what heads have that do not keep everything
-    "kept": ("the others keep the\nmost used tokens", "tab:orange", 0),
-    "windows": ("... the last tokens", "tab:green", 5),
-    "slots": ("... a DeltaNet", "tab:blue", -7),
+MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
+    "teacher in 8 bits": ("teacher in 8 bits", "black", (4, 9), "right"),
+    "teacher in 4 bits": ("teacher in 4 bits", "black", (0, 10), "center"),
+    "8 full heads in 8 bits, 371 kept tokens alike, window 64, in 8": (
+        "default, 8 bits",
+        "tab:orange",
+        (-7, 0),
+        "right",
+    ),
+    "8 full heads in 16 bits, 172 kept tokens alike, window 64, in 16": (
+        "default in 16 bits",
+        "tab:green",
+        (7, 0),
+        "left",
+    ),
+    "8 full heads in 8 bits, 2.9 x kept tokens, window 64, in 8": (
+        "near, 8 bits",
+        "tab:orange",
+        (7, -2),
+        "left",
+    ),
+    "8 full heads in 4 bits, 0.9 x kept tokens, window 64, in 8": (
+        "small, 4 and 8",
+        "tab:purple",
+        (0, 10),
+        "center",
+    ),
+    "8 full heads of 2560 tokens in 4 bits, 0.65 x kept tokens, window 32, in 8": (
+        "constant, 4 and 8 bits",
+        "tab:blue",
+        (7, 0),
+        "left",
+    ),
 }
-HEADS = ("8 of 90 heads\nkeep everything", "4 heads", "none")  # of students, largest cache first
 
 
 def label(axes: Axes, x: float, y: float, text: str, colour: str, shift: float = 0.0) -> None:
@@ -49,36 +77,45 @@ def draw_costs(axes: Axes, figures: dict, quantity: str, unit: float, shifts: di
     axes.set_xlabel("tokens read before")
 
 
-def draw_quality(axes: Axes, students: dict) -> None:
-    """How often a student and its teacher choose the same next token, by what the student holds."""
-    for kind, (text, colour, shift) in STUDENTS.items():
-        rows = [row for name, row in students.items() if name.startswith(f"{kind},")]
-        caches = [100 * row["cache at 8k / teacher"] for row in rows]
-        agreements = [100 * row["agreement"] for row in rows]
-        axes.plot(caches, agreements, color=colour, marker="o", markersize=4)
-        label(axes, caches[0], agreements[0], text, colour, shift)
-    for heads, cache in zip(HEADS, caches):
-        axes.annotate(heads, (cache, 87), ha="center", va="bottom", fontsize=8, color="dimgray")
-    axes.set_xlim(0, 14)
-    axes.set_ylim(86.8, 93)
+def draw_quality(axes: Axes, rows: dict) -> None:
+    """How far models are from the teacher in 16 bits, by what they hold."""
+    for name, (text, colour, place, side) in MODELS.items():
+        at = 100 * rows[name]["part_of_cache"], rows[name]["kl_2048"]
+        axes.plot(*at, color=colour, marker="o", markersize=5)
+        axes.annotate(
+            text,
+            at,
+            place,
+            textcoords="offset points",
+            color=colour,
+            fontsize=8,
+            ha=side,
+            va="center",
+        )
+    axes.set_xscale("log")
+    axes.set_ylim(0, 0.04)
+    axes.set_yticks([0, 0.01, 0.02, 0.03, 0.04])
+    axes.set_xlim(1.5, 100)
+    axes.set_xticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("cache at 8k tokens, % of the teacher's")
 
 
 def main() -> None:
     """Draw the three panels."""
     decode = json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))
-    quality = json.loads((RESULTS / "quality_by_cache.json").read_text(encoding="utf-8"))
+    quality = json.loads((RESULTS / "cache_bits.json").read_text(encoding="utf-8"))
     figure, (time, cache, near) = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
     by_context = decode["after"]["by_context"]
     draw_costs(time, by_context, "ms", 1, {"Gated DeltaNet": -2})
     time.set_ylim(0, None)
-    time.set_title("time of a token, ms", fontsize=10)
+    time.set_title("time of a token in 16 bits, ms", fontsize=10)
     draw_costs(cache, by_context, "cache_bytes", 1e6, {"window, heads": -6, "hybrid": 4})
-    cache.set_title("size of the cache, MB", fontsize=10)
+    cache.set_title("size of the cache in 16 bits, MB", fontsize=10)
     cache.set_yscale("log")
     cache.set_yticks([5, 50, 500], ["5", "50", "500"])
-    draw_quality(near, quality["students"])
-    near.set_title("same next token as the teacher, %", fontsize=10)
+    draw_quality(near, quality["rows"])
+    near.set_title("KL from the teacher, nats a token", fontsize=10)
     for axes in (time, cache, near):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
