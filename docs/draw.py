@@ -1,4 +1,4 @@
-"""Draws the pictures of architecture.md and memories.md from the texts and rules below: python docs/draw.py
+"""Draws the pictures of architecture.md, families.md and cache.md from the texts and rules below: python docs/draw.py
 
 In a text for architecture.md each line is a row of boxes, with "|" between them; each box says "name: what it is". Rows
 are read from top to bottom. A picture of a memory shows what it holds of each token that it has read, and its state.
