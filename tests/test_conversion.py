@@ -647,7 +647,8 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
         "student": evaluate(Subject(made.student, held_out, teacher, lengths=(64, 128)), OF_CARD),
     }
     names = {"teacher": "someone/llama", "text": "a.txt, someone/words:en", "training": {}}
-    results = conversion.results_of(made.plan, made.losses, rows, **names)
+    terms = {"license": "apache-2.0", "language": ["en"]}
+    results = conversion.results_of(made.plan, made.losses, rows, **names, terms=terms)
     with conversion.new_folder(tmp_path / "student") as folder:
         conversion.write_report(folder, made.student, make_tokenizer(), results)
 
@@ -660,6 +661,14 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     assert card.data.base_model == "someone/llama"
     assert card.data.base_model_relation == "finetune"
     assert card.data.datasets == ["someone/words"]
+    assert terms.items() <= card.data.to_dict().items()
+    measured = rows["student"]["agreement"]["128"]
+    figures = {result.metric_type: result for result in card.data.eval_results}
+    assert list(figures) == ["perplexity", "kl", "agreement"]
+    assert figures["kl"].metric_value == round(measured["KL"]["value"], 4)
+    assert figures["kl"].dataset_type == "text"  # of files and of a data set
+    alone = report.eval_results(replace(results, text="someone/words:en"))
+    assert {result.dataset_type for result in alone} == {"someone/words"}
     assert "perplexity" in card.text
     assert "sees the last" not in card.text
     assert (

@@ -104,6 +104,9 @@ def write(file, tokenizer, model, matrices=Q4, **others):
         "tokenizer.ggml.eos_token_id": 5,  # that of texts; the template's, which ends a turn, is another
         "tokenizer.chat_template": TEMPLATE,
         "general.sampling.temp": 0.25,
+        "general.license": "apache-2.0",
+        "general.license.link": "LICENSE",  # in a repository that the file does not name
+        "general.languages": ["en", "fr"],
         **others,
     }
     for name, value in metadata.items():
@@ -197,6 +200,9 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
     assert generation.do_sample is True
     assert generation.temperature == 0.25
     card = (student / "README.md").read_text()
+    assert "\nlanguage:\n- en\n- fr\n" in card
+    assert "\nlicense: apache-2.0\n" in card
+    assert "license_link" not in card
     assert "tiny.Q4_1.gguf" in card
     assert str(tmp_path) not in card
     assert "| teacher_weights | Q4_1, " in card

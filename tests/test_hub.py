@@ -25,6 +25,7 @@ from cases import (
 )
 from hf_memory.address import INSTALL
 from hf_memory.modeling import AUTO_CLASSES
+from hf_memory.modeling.card import copy_license, license_and_language
 from hf_memory.modeling.configuration import MemoryConfig
 
 SHIM = "modeling_hf_memory.py"
@@ -144,6 +145,74 @@ def test_a_card_names_the_base_model_of_the_folder_that_was_loaded(tmp_path):
     card.save(tmp_path / "student" / "README.md")
     AutoModelForCausalLM.from_pretrained(tmp_path / "student").save_pretrained(tmp_path / "trained")
     assert ModelCard.load(tmp_path / "trained" / "README.md").data.base_model == "someone/teacher"
+
+
+LLAMA = """---
+license: other
+license_name: llama-community
+license_link: LICENSE
+language:
+- en
+- no
+base_model: someone/llama
+base_model_relation: finetune
+---
+"""
+
+
+class TestTermsOfAModelHoldForWhatIsMadeOfIt:
+    """What its card says of license and language, in a folder or in the cache of the Hub."""
+
+    def expected(self, link):
+        licenses = {"license": "other", "license_name": "llama-community", "license_link": link}
+        return {**licenses, "language": ["en", "no"]}
+
+    def test_in_a_folder_with_the_file_of_the_license(self, tmp_path):
+        model = make_model(CASES[0])
+        model.save_pretrained(tmp_path / "student")
+        (tmp_path / "student" / "README.md").write_text(LLAMA)
+        (tmp_path / "student" / "LICENSE").write_text("You may.")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+        loaded.save_pretrained(tmp_path / "trained")
+        card = ModelCard.load(tmp_path / "trained" / "README.md")
+        assert self.expected("LICENSE").items() <= card.data.to_dict().items()
+        assert card.data.base_model_relation == "finetune"
+        assert (tmp_path / "trained" / "LICENSE").read_text() == "You may."
+
+    @pytest.mark.parametrize("link", ["../secret", "LICENSE", "secret.json", "absent"])
+    def test_but_no_other_file(self, tmp_path, link):
+        folder = tmp_path / "teacher"
+        folder.mkdir()
+        (tmp_path / "secret").write_text("a key")
+        (folder / "secret.json").write_text("a key")
+        (folder / "LICENSE").symlink_to(tmp_path / "secret")
+        (folder / "README.md").write_text(LLAMA.replace("LICENSE", link))
+        (tmp_path / "student").mkdir()
+        copy_license(folder, tmp_path / "student")
+        assert "license_link" not in license_and_language(folder)
+        assert list((tmp_path / "student").iterdir()) == []
+
+    def test_in_the_cache_without_a_call(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        cached = tmp_path / "models--someone--llama"
+        commit = 40 * "1"
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text(commit)
+        (cached / "snapshots" / commit / "README.md").write_text(LLAMA)
+        link = "https://huggingface.co/someone/llama/blob/main/LICENSE"
+        assert license_and_language("someone/llama") == self.expected(link)
+
+    @pytest.mark.parametrize("name", ["", "someone/unknown", "no/such/folder", "no name\0"])
+    def test_nothing_is_said_of_an_unknown_model(self, name):
+        assert license_and_language(name) == {}
+
+    @pytest.mark.parametrize(
+        "card", ["---\n- 1\n---\n", "---\nlicense: [\n---\n", "---\nlicense: 3\n---\n", "Text."]
+    )
+    def test_nothing_is_taken_from_a_damaged_card(self, tmp_path, card):
+        (tmp_path / "README.md").write_text(card)
+        assert license_and_language(tmp_path) == {}
 
 
 def test_config_alone_saves_the_shim_too(tmp_path):

@@ -1,13 +1,14 @@
 """Writes the results of a conversion: model, tokenizer, model card, plots and measurements."""
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from hf_memory.address import INSTALL
@@ -31,6 +32,11 @@ PANELS = {  # of the picture by length: a task and its figure
     "recall in nats per token, by length": ("recall", "recall"),
     "cache in bytes, by length": ("speed", BYTES),
 }
+FIGURES = {  # for the Hub: a task and its figure
+    "perplexity": ("perplexity", "perplexity"),
+    "KL from the teacher": ("agreement", "KL"),
+    "agreement with the teacher": ("agreement", "same choice"),
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Results:
         serving: how the student is served, a sentence for each way.
         heads: layer, number and score of all heads that could keep everything, if some of them were chosen.
         chosen: the same of those that keep everything.
+        terms: license and languages of the teacher, see `license_and_language`.
     """
 
     teacher: str
@@ -64,6 +71,7 @@ class Results:
     serving: tuple[str, ...] = ()
     heads: tuple[HeadScore, ...] = ()
     chosen: tuple[HeadScore, ...] = ()
+    terms: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_far(self) -> bool:
@@ -89,6 +97,7 @@ def results_of(
     teacher: str,
     text: str,
     training: Mapping,
+    terms: Mapping[str, Any] | None = None,
 ) -> Results:
     """The results of a plan that was carried out with these training arguments; for the others see `Results`."""
     return Results(
@@ -104,6 +113,7 @@ def results_of(
         serving=tuple(ways_to_serve(plan.student)),
         heads=plan.choice.scores,
         chosen=tuple(plan.chosen_heads),
+        terms=terms or {},
     )
 
 
@@ -149,19 +159,20 @@ def add_results(path: Path, results: Results) -> None:
 def model_card(results: Results) -> ModelCard:
     """The card of a student, with its table of results."""
     is_on_hub = "/" in results.teacher and not Path(results.teacher).exists()
-    datasets = [name.split(":")[0] for name in results.text.split(", ") if "/" in name]
     data = ModelCardData(
+        **results.terms,
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=results.teacher if is_on_hub else None,
         base_model_relation="finetune" if is_on_hub else None,
-        datasets=datasets or None,  # files are named without their folders
+        datasets=_datasets(results) or None,
         tags=[
             "hf_memory",
             results.model_type,
             *(["distillation"] if DISTILLATION in results.losses else []),
         ],
         model_name=results.model_type,
+        eval_results=eval_results(results),
     )
     scores = score_table(results)
     fields: dict = {
@@ -188,6 +199,33 @@ def model_card(results: Results) -> ModelCard:
     }
     fields |= {"speed_header": SPEED_HEADER, "speeds": speed_table(results)}
     return ModelCard.from_template(data, template_path=str(CARD), results=results, **fields)
+
+
+def eval_results(results: Results) -> list[EvalResult]:
+    """The figures of the student that the Hub shows beside its card: those of the longest held-out texts.
+
+    They stand in the card's `model-index`. Files in `.eval_results` are for scores on benchmarks of the Hub alone.
+    """
+    datasets = _datasets(results)
+    is_one = len(datasets) == 1 and ", " not in results.text
+    found = {name: _figure(results.last, *FIGURES[name], results.longest) for name in FIGURES}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=datasets[0] if is_one else "text",  # what `datasets` calls text in files
+            dataset_name=f"held-out part of {results.text}",
+            metric_type=name.split()[0].lower(),
+            metric_name=f"{name} at {results.longest:,} tokens",
+            metric_value=round(value, 4),
+        )
+        for name, value in found.items()
+        if value is not None and math.isfinite(value)
+    ]
+
+
+def _datasets(results: Results) -> list[str]:
+    """The data sets of the Hub in a text; its files are named without their folders."""
+    return [name.split(":")[0] for name in results.text.split(", ") if "/" in name]
 
 
 SCORE_HEADER = ("questions", "teacher's score", "score", "ratio", "win and tie")

@@ -20,13 +20,19 @@ from hf_memory.conversion.request import Prepared, Request, device, prepare
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
-from hf_memory.conversion.teachers.loading import has_weights, load_quantized, load_teacher
+from hf_memory.conversion.teachers.loading import (
+    has_weights,
+    load_quantized,
+    load_teacher,
+    load_terms,
+)
 from hf_memory.conversion.untrained import untrained_student
 from hf_memory.evaluation import OF_CARD, Subject, evaluate, lengths_beyond, record
 from hf_memory.evaluation.tasks import QUALITY, Found
 from hf_memory.files.fingerprints import model_fingerprint, tokens_fingerprint
 from hf_memory.files.folders import folder_lock, new_folder, written
 from hf_memory.files.ram import memory_for
+from hf_memory.modeling.card import copy_license
 from hf_memory.progress import IS_FIRST, History
 
 
@@ -265,6 +271,7 @@ def _save(prepared: Prepared, trained: Trained) -> None:
         new_folder(request.output, overwrite=request.overwrite) as folder,
     ):
         write_model(folder, trained.model, prepared.tokenizer)
+        copy_license(request.model, folder)
         if trained.adapter is not None:
             shutil.copytree(trained.adapter, folder / "adapter")
         for name, content in request.extra_files(trained.plan).items():
@@ -285,6 +292,7 @@ def _results(prepared: Prepared, trained: Trained) -> Results:
         teacher=request.model if file is None else file.name,
         text=", ".join(texts),
         training=request.run.training,
+        terms=load_terms(request.model),
     )
     if file is not None:
         weights = trained.plan.teacher_parameters or trained.plan.student_parameters

@@ -132,16 +132,26 @@ def has_weights(name: str | Path) -> bool:
 def _files(name: str | Path) -> list[Path]:
     """The files of weights that have headers, which safetensors have; none if not all are on this machine."""
     files = [SAFE_WEIGHTS_NAME]
-    if _local(name, SAFE_WEIGHTS_NAME) is None and (index := _local(name, SAFE_WEIGHTS_INDEX_NAME)):
+    index = local_file(name, SAFE_WEIGHTS_INDEX_NAME)
+    if local_file(name, SAFE_WEIGHTS_NAME) is None and index is not None:
         files = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     for file in files:
         if Path(file).name != file:
             raise ValueError(f"weight_map must name files in the folder of {name}, got {file}")
-    paths = [_local(name, file) for file in files]
+    paths = [local_file(name, file) for file in files]
     return [] if None in paths else paths
 
 
-def _local(name: str | Path, file: str) -> Path | None:
+def local_file(name: str | Path, file: str) -> Path | None:
+    """A file of a model if it is on this machine, in a folder or in the cache of the Hub; nothing is downloaded.
+
+    Args:
+        name: a folder or a name on the Hub.
+        file: the name of the file.
+
+    Raises:
+        OSError: if the name can be neither.
+    """
     path = cached_file(
         name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
@@ -33,6 +34,7 @@ from transformers.integrations.gguf.reader import GgufHeader
 from transformers.utils import is_gguf_available
 
 from hf_memory.files.chat_template import apply_template
+from hf_memory.modeling.card import is_address, terms
 from hf_memory.modeling.loading import load_model
 
 ENDS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
@@ -50,6 +52,12 @@ GPT2_CUTS = (
     "jais",
     "trillion",
 )  # pre-tokenizers that split text as GPT-2 does
+TERMS = {  # of the model's card
+    "license": "general.license",
+    "license_name": "general.license.name",
+    "license_link": "general.license.link",
+    "language": "general.languages",
+}
 DIGIT_CUTS = (
     "smollm",
     "starcoder",
@@ -263,3 +271,12 @@ def describe_weights(file: Path, count: int) -> str:
     )
     kind = kind.removeprefix("MOSTLY_").removeprefix("ALL_")
     return f"{kind}, {8 * file.stat().st_size / count:.1f} bits each, converted to float32"
+
+
+def read_terms(file: Path) -> dict[str, Any]:
+    """License and languages that a GGUF file names, as `license_and_language` gives those of a card."""
+    metadata, _ = read_gguf_metadata(str(file), string_arrays=(TERMS["language"],))
+    found = terms(**{name: metadata.get(key) for name, key in TERMS.items()})
+    if not is_address(found.get("license_link", "")):
+        found.pop("license_link", None)  # a file of the repository, which is not known
+    return found

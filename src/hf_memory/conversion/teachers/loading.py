@@ -4,14 +4,22 @@ A student can learn from a quantised teacher if the full-precision one does not 
 """
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
-from hf_memory.conversion.teachers.gguf import find_gguf, read_config, read_model, read_tokenizer
+from hf_memory.conversion.teachers.gguf import (
+    find_gguf,
+    read_config,
+    read_model,
+    read_terms,
+    read_tokenizer,
+)
 from hf_memory.modeling import loading
+from hf_memory.modeling.card import license_and_language
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -36,6 +44,12 @@ def load_tokenizer(name: str):
     """The tokenizer of a model; the argument is that of `load_config`."""
     file = find_gguf(name)
     return loading.load_tokenizer(name) if file is None else read_tokenizer(file)
+
+
+def load_terms(name: str) -> dict[str, Any]:
+    """License and languages of a model, see `license_and_language`; the argument is that of `load_config`."""
+    file = find_gguf(name)
+    return license_and_language(name) if file is None else read_terms(file)
 
 
 def load_teacher(name: str) -> PreTrainedModel:
