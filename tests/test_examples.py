@@ -3,10 +3,12 @@
 import json
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from comparing import assert_close
@@ -118,3 +120,34 @@ def test_a_served_student_writes_what_the_student_writes(example, teacher, capsy
 def test_the_delta_rule_in_a_module_learns_to_look_values_up(example, capsys):
     example("op_in_a_module")
     assert capsys.readouterr().out.endswith("step 100: 100% of answers right\n")
+
+
+def test_a_job_converts_and_uploads_to_a_repository_that_it_made_before(
+    example, teacher, text, monkeypatch
+):
+    calls = []
+    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **options: calls.append(options))
+    monkeypatch.setattr(HfApi, "upload_folder", lambda *_, **options: calls.append(options))
+    monkeypatch.setattr("subprocess.run", lambda words, check: calls.append(words))
+    options = ["--text", str(text), "-t", "bf16=true"]
+    example("convert_job")["main"]([str(teacher), "me/student", *options])
+    made, (_, *converted), uploaded = calls
+    command = ["-m", "hf_memory", "convert", str(teacher), "--output", "student"]
+    assert made == {"private": True, "exist_ok": True}
+    assert converted == command + options
+    assert uploaded == {"repo_id": "me/student", "folder_path": "student"}
+
+
+def test_a_job_takes_this_package_from_its_wheel_alone():
+    """No other package may have its name."""
+    script = (EXAMPLES / "convert_job.py").read_text(encoding="utf-8")
+    block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", script)[1]
+    metadata = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
+    (needed,) = metadata["dependencies"]
+    assert metadata["requires-python"] == project["requires-python"]
+    assert needed.startswith(project["name"])
+    (index,) = metadata["tool"]["uv"]["index"]
+    assert metadata["tool"]["uv"]["sources"] == {project["name"]: {"index": index["name"]}}
+    assert index["explicit"]
+    assert metadata["tool"]["hf-jobs"]["volumes"] == [f"./wheels:{index['url']}"]
