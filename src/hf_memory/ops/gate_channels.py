@@ -63,6 +63,19 @@ class GateChannels(NamedTuple):
         of_queries, of_keys = others
         return UNIT * (first + (of_queries - of_keys.mT))
 
+    def gradients(self, ds: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+        """Those of the channels that `extend` appends, from those of scores ds [..., G, C, S].
+
+        Returns:
+            Of queries [..., G * C, channels - plain] and of keys [..., S, channels - plain].
+        """
+        of_queries = UNIT * ds.sum(-1).flatten(-2).unsqueeze(-1).expand(*ds.shape[:-3], -1, PARTS)
+        of_keys = -UNIT * ds.sum(-2).mT.repeat_interleave(PARTS, -1)
+        appended = channels - self.plain
+        return F.pad(of_queries, (0, appended - PARTS)), F.pad(
+            of_keys, (0, appended - of_keys.shape[-1])
+        )
+
     def of_one_product(self, q: Tensor, groups: int) -> Tensor:
         """Queries [B, T, HQ, channels] whose product with keys is scores minus c_j, for fused attention in float32.
 

@@ -1,32 +1,84 @@
-"""Kept tokens in PyTorch: block by block, and for gradients then blocks at once, as in kernels."""
+"""Kept tokens in PyTorch: block by block, since the entries that a block sees depend on what the blocks before it read.
 
+The backward pass is written out. It knows which entries each block has seen, so it reads many blocks at once.
+"""
+
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.gate_channels import GateChannels
-from hf_memory.ops.precision import upcast
+from hf_memory.ops.precision import upcast, with_bfloat16_products
 from hf_memory.ops.soft_cap import soft_capped
+from hf_memory.ops.threads import one_thread
 
-SCORES = 2**18  # scores that are computed at once on a CPU: 1 MB of float32
+SCORES = 2**18  # scores whose gradients are computed at once on a CPU: 1 MB of float32
 
 
 class Rule(NamedTuple):
-    """How scores are computed; see the package."""
+    """How blocks are read; see the package."""
 
+    block: int
+    first: int
+    window: int
+    decay: float
     scale: float
     softcap: float
     gates: GateChannels | None
+    needs_mass: bool
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The channels of queries or keys [..., D] without those of forget gates."""
+        return x if self.gates is None else x[..., : self.gates.plain]
+
+    def products(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scores [..., G * c, n] before the soft cap, in float32."""
+        return upcast(self.plain(q) @ self.plain(k).mT).mul_(self.scale)
+
+    def gradients(self, q: Tensor, k: Tensor, ds: Tensor) -> tuple[Tensor, ...]:
+        """Those of queries [..., G * c, D] and keys [..., n, D], from those of scores ds [..., G * c, n]."""
+        of_products = ds
+        if self.softcap:
+            of_products = ds * (1 - torch.tanh(self.products(q, k) / self.softcap).square())
+        of_products = (self.scale * of_products).to(q.dtype)
+        dq = of_products @ self.plain(k)
+        dk = of_products.mT @ self.plain(q)
+        if self.gates is None:
+            return dq, dk
+        of_gates = self.gates.gradients(ds.unflatten(-2, (-1, self.block)), q.shape[-1])
+        return tuple(torch.cat([x, y.to(x.dtype)], -1) for x, y in zip((dq, dk), of_gates))
+
+
+class Read(NamedTuple):
+    """What the queries of all blocks have read, of n entries in each block."""
+
+    o: Tensor  # [blocks, B, H, G * c, D]
+    mass: Tensor | None  # [blocks, B, H, G * c], the logarithm
+    weights: Tensor | None  # [blocks, B, H, G * c, n] in the dtype of v, for gradients
+    places: Tensor  # [blocks, B, H, n], of the entries
+    held: Tensor  # [B, H, stay], places of the entries that are held in the end
+    received: Tensor  # [B, H, stay + T], by these, and by each new token in its own block
 
 
 def rows_at(x: Tensor, at: Tensor) -> Tensor:
-    """The rows of x [B, H, n, ...] at places [B, H, ...] of each head; faster than `gather`."""
+    """The rows of x [B, H, n, ...] at places [..., B, H, m] of each head; faster than `gather`."""
+    return _select(x, at + _first_rows(x))
+
+
+def _first_rows(x: Tensor) -> Tensor:
+    """Where each head of x [B, H, n, ...] begins in x as rows [B * H * n, ...], [B, H, 1]."""
     B, H, n = x.shape[:3]
-    heads = n * torch.arange(B * H, device=at.device).view(B, H, *(1 for _ in at.shape[2:]))
-    return x.flatten(0, 2).index_select(0, (heads + at).flatten()).view(*at.shape, *x.shape[3:])
+    return n * torch.arange(B * H, device=x.device).view(B, H, 1)
+
+
+def _select(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x [B, H, n, ...], as numbers among all B * H * n."""
+    return x.flatten(0, 2).index_select(0, rows.flatten()).view(*rows.shape, *x.shape[3:])
 
 
 def places_that_stay(
@@ -71,53 +123,15 @@ def retained_attention(
     gates: GateChannels | None,
     needs_mass: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """See the package; a softcap of 0 is none.
-
-    With gradients, all blocks are read a second time, many at once, when it is known which entries each of them sees.
-    """
+    """See the package; a softcap of 0 is none."""
     if varies(q.shape[1]):
         options = block, first, window, decay, scale, softcap, gates, needs_mass
         return _in_pieces(q, k, v, number, received, query_mask, *options)
-    B, H, entries = k.shape[:3]
-    T = q.shape[1]
-    stay = entries - T
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    places = torch.arange(entries, device=q.device).expand(B, H, -1)
-    sizes = [stay, *[block] * (T // block)]
-    held, *new_places = places.split(sizes, 2)
-    u, *new_received = received.split(sizes, 2)
-    later = F.pad(upcast(q[:0]).new_full((block, block), -torch.inf).triu(1), (stay, 0))
-    rule = Rule(scale, softcap, gates)
-    queries = _by_block(q, H, block)
-    places_of_blocks = []  # of the entries that each block sees
-    received_by_blocks = []  # the attention that the tokens of each block have received in it
-    outputs = []
-    with torch.no_grad():
-        blocks = zip(queries.unbind(2), query_mask.split(block, 1), new_places, new_received)
-        for q_n, q_mask, places_n, received_n in blocks:
-            at = torch.cat([held, places_n], 2)
-            u = torch.cat([u, received_n], 2)
-            token = number.gather(2, at)
-            scores = _scores(q_n, rows_at(k, at), token, later, rule)
-            p = scores.softmax(-1)
-            counts = q_mask.repeat(1, p.shape[2])[:, None, None]
-            given = (counts @ p.to(counts.dtype).flatten(2, 3)).squeeze(2)
-            u = decay ** q_mask[:, :1, None] * u + given
-            places_of_blocks.append(at)
-            received_by_blocks.append(u[:, :, stay:])
-            if not learns:
-                outputs_n = _outputs(p, scores, rows_at(v, at), needs_mass)
-                outputs.append([x.unsqueeze(2) for x in outputs_n])
-            order = places_that_stay(token, u, token[:, :1, -1:] > 0, stay, first, window)
-            held = at.gather(2, order)
-            u = u.gather(2, order)
-    if learns:
-        at = torch.stack(places_of_blocks, 2)
-        outputs = _read_again(queries, k, v, number, at, later, rule, needs_mass)
-    o, *mass = (
-        torch.cat(x, 2).movedim((2, 4), (1, 2)).flatten(1, 2).flatten(2, 3) for x in zip(*outputs)
-    )
-    return o, mass[0] if needs_mass else None, held, torch.cat([u, *received_by_blocks], 2)
+    rule = Rule(block, first, window, decay, scale, softcap, gates, needs_mass)
+    keys, values = (x.to(q.dtype) for x in (k, v))
+    given = _by_block(q, k.shape[1], block), keys, values, number, received, query_mask
+    o, (mass, held, received) = _read(*given, rule)
+    return _by_token(o, block), None if mass is None else _by_token(mass, block), held, received
 
 
 def _in_pieces(
@@ -155,52 +169,149 @@ def _in_pieces(
     return o, mass[0] if mass else None, held[4], received
 
 
-def _read_again(
+@with_bfloat16_products
+def _read(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, tuple]:
+    """Outputs of queries [blocks, B, H, G * c, D]; and their mass, the places held in the end, received attention."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        o, *more = _WithGradients.apply(q, k, v, *others)
+        return o, tuple(more)
+    read = _read_blocks(q, k, v, *others)
+    return read.o, (read.mass, read.held, read.received)
+
+
+class _WithGradients(torch.autograd.Function):
+    """`_read_blocks` with gradients. Of o_i = sum_j p_ij v_j, p_ij = softmax_j(s_ij) and s_ij = scale q_i k_j they are
+
+    dv_j = sum_i p_ij do_i,   ds_ij = p_ij (do_i v_j - do_i o_i + dmass_i),
+    dq_i = scale sum_j ds_ij k_j,   dk_j = scale sum_i ds_ij q_i.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, number, received, query_mask, rule):
+        with one_thread() if _is_small(q, k, rule) else nullcontext():
+            read = _read_blocks(q, k, v, number, received, query_mask, rule, needs_weights=True)
+        ctx.save_for_backward(q, k, v, read.o, read.weights, read.places)
+        ctx.rule = rule
+        ctx.mark_non_differentiable(read.held, read.received)
+        return read.o, read.mass, read.held, read.received
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx, do, dmass, *_):
+        q, k = ctx.saved_tensors[:2]
+        with one_thread() if _is_small(q, k, ctx.rule) else nullcontext():
+            gradients = _gradients(*ctx.saved_tensors, do, dmass, ctx.rule)
+        return *gradients, None, None, None, None
+
+
+def _is_small(q: Tensor, k: Tensor, rule: Rule) -> bool:
+    """Whether all operations are small, of queries [blocks, B, H, G * c, D] and keys [B, H, stay + T, D]."""
+    entries = k.shape[2] - (len(q) - 1) * rule.block  # that a block sees
+    return q.device.type == "cpu" and q[0, ..., 0].numel() * entries <= SCORES
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    do: Tensor,
+    dmass: Tensor | None,
+    rule: Rule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of q, k and v, some blocks at a time."""
+    subtracted = (upcast(do) * upcast(o)).sum(-1, keepdim=True)
+    if dmass is not None:
+        subtracted = subtracted - dmass.unsqueeze(-1)
+    dq = []
+    dk, dv = (torch.zeros_like(upcast(x)) for x in (k, v))
+    first_rows = _first_rows(k)
+    size = len(q) if q.is_cuda else max(1, SCORES // weights[0].numel())
+    groups = (x.split(size) for x in (q, do, subtracted, weights, places))
+    for q_n, do_n, subtracted_n, p, at in zip(*groups):
+        rows = at + first_rows
+        ds = upcast(do_n @ _select(v, rows).mT).sub_(subtracted_n).mul_(p)
+        dq_n, dkeys = rule.gradients(q_n, _select(k, rows), ds)
+        dvalues = p.mT @ do_n
+        for sums, x in ((dk, dkeys), (dv, dvalues)):
+            sums.flatten(0, 2).index_add_(0, rows.flatten(), x.flatten(0, 3).to(sums.dtype))
+        dq.append(dq_n)
+    return torch.cat(dq), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _read_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     number: Tensor,
-    at: Tensor,
-    later: Tensor,
+    received: Tensor,
+    query_mask: Tensor,
     rule: Rule,
-    needs_mass: bool,
-) -> list[list[Tensor]]:
-    """Outputs of queries [B, H, blocks, G * c, D] from entries at places [B, H, blocks, n], in groups of blocks."""
-    of_block = q[:, :, 0, :, 0].numel() * at.shape[3]
-    size = at.shape[2] if q.is_cuda else max(1, SCORES // of_block)
-    k = upcast(k)  # as gradients are sums over blocks
-    v = upcast(v)
+    needs_weights: bool = False,
+) -> Read:
+    """Read one block after the other."""
+    c = rule.block
+    B, H, entries = k.shape[:3]
+    blocks, _, _, queries, _ = q.shape
+    stay = entries - blocks * c
+    places = torch.arange(entries, device=q.device).expand(B, H, -1)
+    sizes = [stay, *[c] * blocks]
+    held, *new_places = places.split(sizes, 2)
+    u, *new_received = received.split(sizes, 2)
+    later = F.pad(u.new_full((c, c), -torch.inf).triu(1), (stay, 0))
+    counts = query_mask.unflatten(1, (-1, c)).transpose(0, 1)[:, :, None, None]
+    counts = counts.repeat(1, 1, 1, 1, queries // c)
+    decays = rule.decay ** counts[..., :1]
+    first_rows = _first_rows(k)
     outputs = []
-    for q_group, at_group in zip(q.split(size, 2), at.split(size, 2)):
-        keys, values = (rows_at(x, at_group).to(q.dtype) for x in (k, v))
-        scores = _scores(q_group, keys, rows_at(number, at_group), later, rule)
-        outputs.append(_outputs(scores.softmax(-1), scores, values, needs_mass))
-    return outputs
-
-
-def _outputs(p: Tensor, scores: Tensor, v: Tensor, needs_mass: bool) -> list[Tensor]:
-    """Outputs [..., G, c, D] of weights and scores [..., G, c, n], and the logarithms of their mass [..., G, c]."""
-    o = (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, p.shape[-3:-1])
-    return [o, scores.logsumexp(-1)] if needs_mass else [o]
+    weights = v.new_empty(blocks, B, H, queries, stay + c) if needs_weights else None
+    places_of_blocks = []
+    received_by_blocks = []
+    for n in range(blocks):
+        at = torch.cat([held, new_places[n]], 2)
+        u = torch.cat([u, new_received[n]], 2)
+        rows = at + first_rows
+        token = number.gather(2, at)
+        scores = _scores(q[n], _select(k, rows), token, later, rule)
+        p = scores.softmax(-1)
+        rounded = p.to(v.dtype) if weights is None else weights[n].copy_(p)
+        o = rounded @ _select(v, rows)
+        outputs.append([o, scores.logsumexp(-1)] if rule.needs_mass else [o])
+        u = decays[n, :, :, 0] * u + (counts[n] @ p).squeeze(2)
+        places_of_blocks.append(at)
+        received_by_blocks.append(u[:, :, stay:])
+        ends = token[:, :1, -1:] > 0
+        order = places_that_stay(token, u, ends, stay, rule.first, rule.window)
+        held = at.gather(2, order)
+        u = u.gather(2, order)
+    o, *mass = (torch.stack(x) for x in zip(*outputs))
+    received = torch.cat([u, *received_by_blocks], 2)
+    places = torch.stack(places_of_blocks)
+    return Read(o, mass[0] if mass else None, weights, places, held, received)
 
 
 def _by_block(q: Tensor, H: int, block: int) -> Tensor:
-    """[B, T, H * G, D] -> [B, H, blocks, G * c, D], since groups share keys."""
-    return q.unflatten(2, (H, -1)).unflatten(1, (-1, block)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
+    """[B, T, H * G, D] -> [blocks, B, H, G * c, D], since groups share keys."""
+    return q.unflatten(2, (H, -1)).unflatten(1, (-1, block)).permute(1, 0, 3, 4, 2, 5).flatten(3, 4)
+
+
+def _by_token(x: Tensor, block: int) -> Tensor:
+    """[blocks, B, H, G * c, ...] -> [B, T, H * G, ...]"""
+    return x.unflatten(3, (-1, block)).movedim((1, 0, 4), (0, 1, 2)).flatten(1, 2).flatten(2, 3)
 
 
 def _scores(q: Tensor, k: Tensor, token: Tensor, later: Tensor, rule: Rule) -> Tensor:
-    """Scores [..., G, c, n] in float32 of queries [..., G * c, D], and minus infinity for what they do not see.
+    """Scores [B, H, G * c, n] in float32 of queries [B, H, G * c, D], minus infinity for what they do not see.
 
-    The last c of the entries [..., n] are those of the block, of which `later` [c, n] hides what comes after a query.
+    The last c of the entries [B, H, n] are those of the block, of which `later` [c, n] hides what comes after a query.
     """
-    block = len(later)
-    plain = q.shape[-1] if rule.gates is None else rule.gates.plain
-    products = (rule.scale * q[..., :plain]) @ k[..., :plain].mT
-    scores = soft_capped(upcast(products), rule.softcap).unflatten(-2, (-1, block))
+    c = rule.block
+    scores = soft_capped(rule.products(q, k), rule.softcap).unflatten(-2, (-1, c))
     if rule.gates is not None:
-        scores = scores + rule.gates.decay(q.unflatten(-2, (-1, block)), k)
+        scores = scores + rule.gates.decay(q.unflatten(-2, (-1, c)), k)
     none = token == 0
-    none[..., -block:] = False  # padding sees itself, and counts nowhere
+    none[..., -c:] = False  # padding sees itself, and counts nowhere
     hidden = later.masked_fill(none.unsqueeze(-2), -torch.inf).unsqueeze(-3)
-    return scores + hidden  # a sum has a cheaper gradient than what is filled in place
+    return scores.add_(hidden).flatten(-3, -2)
