@@ -69,6 +69,15 @@ def test_layers_that_keep_different_numbers_of_tokens_cost_as_much_as_with_their
     assert least.parts["activations"] < 0.98 * cost.parts["activations"]
 
 
+def test_small_blocks_of_kept_tokens_cost_what_they_save():
+    """Few large ones are counted in their place, which see as many entries."""
+    teacher = make_teacher()
+    seen = {"sliding_window": 8, "num_kept_tokens": 9, "kept_block_size": 2}
+    plan = plan_of(teacher, to="attention", options=seen)
+    (cost,) = costs(plan)
+    assert cost.parts["activations"] == pytest.approx(saved_bytes(plan, teacher), rel=0.03)
+
+
 def test_a_student_in_bits_reads_text_after_its_costs_were_counted():
     """Nothing is left in the student of the tensors without data on which costs are counted."""
     teacher = make_teacher()

@@ -36,6 +36,7 @@ TINY = 1000  # times its weights is more than a student needs
 UTILISATION = (
     0.35  # assumed part of a device's peak that matrix products reach, all other work included
 )
+BLOCKS = 8  # of kept tokens that are counted, at least
 COUNTED = "counted"  # transformers' name of the experts here
 FUSED = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -174,7 +175,7 @@ def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int)
 
 def _learner(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool, again: bool) -> Work:
     """What learns, without a head; with activation checkpointing the inputs of its layers, and one layer."""
-    student = _keeping_alike(plan.student)
+    student = _keeping_alike(plan.student, shape[1])
     configs = [student]
     run = partial(_of_model, shape=shape, half=half)
     if stage.slot == "transfer":
@@ -191,12 +192,22 @@ def _learner(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool, again
     )
 
 
-def _keeping_alike(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config with the mean of all layers' numbers of kept tokens in each, so that layers are of fewer kinds."""
+def _keeping_alike(config: PreTrainedConfig, length: int) -> PreTrainedConfig:
+    """The config with the mean of all layers' numbers of kept tokens in each, and fewer and larger blocks.
+
+    So layers are of fewer kinds, and are counted sooner. Queries see as many entries as before: as many tokens fewer
+    are kept as there are more in a block.
+    """
     kept = getattr(config, "num_kept_tokens", 0)
     if isinstance(kept, list):
-        config = copy.deepcopy(config)
-        config.num_kept_tokens = round(sum(kept) / len(kept))  # type: ignore[attr-defined]
+        kept = round(sum(kept) / len(kept))
+    if not kept:
+        return config
+    config = copy.deepcopy(config)
+    block = config.kept_block_size  # type: ignore[attr-defined]
+    more = min(length // BLOCKS - block, kept) // block * block  # tokens of a block
+    config.num_kept_tokens = kept - max(0, more)  # type: ignore[attr-defined]
+    config.kept_block_size = block + max(0, more)  # type: ignore[attr-defined]
     return config
 
 

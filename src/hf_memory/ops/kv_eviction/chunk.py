@@ -60,7 +60,7 @@ class Read(NamedTuple):
     o: Tensor  # [blocks, B, H, G * c, D]
     mass: Tensor | None  # [blocks, B, H, G * c], the logarithm
     weights: Tensor | None  # [blocks, B, H, G * c, n] in the dtype of v, for gradients
-    places: Tensor  # [blocks, B, H, n], of the entries
+    places: Tensor  # [blocks, B, H, n] int32, of the entries
     held: Tensor  # [B, H, stay], places of the entries that are held in the end
     received: Tensor  # [B, H, stay + T], by these, and by each new token in its own block
 
@@ -288,7 +288,7 @@ def _read_blocks(
         u = u.gather(2, order)
     o, *mass = (torch.stack(x) for x in zip(*outputs))
     received = torch.cat([u, *received_by_blocks], 2)
-    places = torch.stack(places_of_blocks)
+    places = torch.stack(places_of_blocks).int()
     return Read(o, mass[0] if mass else None, weights, places, held, received)
 
 
