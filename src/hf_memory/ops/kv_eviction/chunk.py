@@ -198,9 +198,10 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, do, dmass, *_):
-        q, k = ctx.saved_tensors[:2]
+        saved = ctx.saved_tensors
+        q, k = saved[:2]
         with one_thread() if _is_small(q, k, ctx.rule) else nullcontext():
-            gradients = _gradients(*ctx.saved_tensors, do, dmass, ctx.rule)
+            gradients = _gradients(*saved, do, dmass, ctx.rule)
         return *gradients, None, None, None, None
 
 
