@@ -23,7 +23,7 @@ WHY = {  # by how the name of a task begins: what it does, and what takes the ti
     "kernels first",
     "fine-tuning": "the model learns from each window of text; a GPU compiles kernels first",
     "reading into the datastore": "the model reads the whole text and keeps a key for each token",
-    "measuring": "the model reads held-out text and answers questions; long texts and answers take most of the time",
+    "measuring": "the model reads held-out texts; long ones, and answers to questions, take most of the time",
 }
 
 
@@ -123,5 +123,5 @@ def _losses(now: Progress) -> list[str]:
 def _run(now: Progress, rate: float) -> list[str]:
     """The time until the end of all tasks, and the memory."""
     left = (now.total - now.done + now.later * now.total) / rate if rate else 0
-    later = [f"{timedelta(seconds=round(left))} of the run"] if now.later and left else []
+    later = [f"{timedelta(seconds=round(left))} left of the run"] if now.later and left else []
     return later + ([f"{now.memory / 1e9:.1f} GB"] if now.memory else [])
