@@ -492,7 +492,9 @@ def test_a_log_has_a_line_every_tenth_and_every_minute(monkeypatch, capsys):
     lines(Progress("transfer", 0, 10))
     now[0] += 10.0
     lines(Progress("transfer", 5, 10, later=3.0, memory=2_000_000_000))
-    assert capsys.readouterr().out == "transfer: 5/10, 0:00:10 left, 0:01:10 left of the run, 2.0 GB\n"
+    assert (
+        capsys.readouterr().out == "transfer: 5/10, 0:00:10 left, 0:01:10 left of the run, 2.0 GB\n"
+    )
     for step in range(3):
         lines(Progress("measuring", step, 1000))
         now[0] += 61.0
