@@ -34,7 +34,7 @@ def export(
     """
     export = export_model(found(student), output, to, gguf=gguf)
     console.out(
-        f"{output}: {export.target.model_type}, logits within {export.error:.0e} of the largest"
+        f"{output}: {export.target.model_type}, whose logits differ from the student's by {export.error:.0e} of the largest"
     )
     for engine, fault in export.engines.items():
         console.print(f"  {engine}: {f'not supported: {fault}' if fault else 'supported'}")
