@@ -407,7 +407,7 @@ def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, te
     assert err == ""
     assert code == 0
     assert re.search(
-        "granitemoehybrid, logits within .e-0[5-8].*vLLM: supported.*MLX: not supported",
+        "granitemoehybrid, whose logits differ from the student's by .e-0[5-8] .*vLLM: supported.*MLX: not supported",
         out,
         re.DOTALL,
     )

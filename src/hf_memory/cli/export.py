@@ -33,9 +33,8 @@ def export(
     Example: hf-memory export student --output exported
     """
     export = export_model(found(student), output, to, gguf=gguf)
-    console.out(
-        f"{output}: {export.target.model_type}, whose logits differ from the student's by {export.error:.0e} of the largest"
-    )
+    same = f"whose logits differ from the student's by {export.error:.0e} of the largest"
+    console.out(f"{output}: {export.target.model_type}, {same}")
     for engine, fault in export.engines.items():
         console.print(f"  {engine}: {f'not supported: {fault}' if fault else 'supported'}")
     say_made(f"Wrote {output}" + (f" and {gguf}" if gguf else ""), ["chat", output])
