@@ -458,7 +458,7 @@ def as_declared(states: States, before: States, spec: Spec, dtype: torch.dtype) 
     Raises:
         ValueError: if a state is not declared.
     """
-    if states is before:
+    if not torch.compiler.is_compiling() and states is before:
         return states
     cast = {}
     for name, x in states.items():

@@ -11,6 +11,7 @@ from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.pasts import take
 from hf_memory.ops.bits import pack, rounded, unpack
 from hf_memory.ops.deltaformer import corrected_values, read
+from hf_memory.ops.exported import varies
 from hf_memory.ops.layout import true_first
 from hf_memory.ops.masks import Tokens, causal, window
 
@@ -134,7 +135,8 @@ class DeltaFormerMixer(MemoryMixer):
         """The last tokens that the window of the next token sees, with padding before them; or all."""
         if self.window is None:
             return past
-        first = torch.sym_max(0, past["values"].shape[1] - self.window + 1)
+        before = past["values"].shape[1] - self.window + 1
+        first = torch.sym_max(0, before) if varies(before) else max(0, before)
         if mask is None:
             return {name: x[:, first:] for name, x in past.items()}
         order = true_first(~mask)[:, first:]
