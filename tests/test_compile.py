@@ -203,6 +203,9 @@ ANY_LENGTH_SLOWLY = [
     "kda",
     "deltaformer",
     "attention-kept",
+    "transformer-shaw",
+    "transformer-infinite",
+    "transformer-alibi",
 ]
 
 

@@ -244,7 +244,7 @@ def blocks_in_turn(
     part: Callable[[slice], slice],
     *others: Columns,
 ) -> Iterator[Blocks]:
-    """One block of queries after the other, with the columns that it may see.
+    """One block of queries after the other, with the columns that it may see; one block of all if T varies.
 
     Args:
         q: queries [B, T, HQ, D].
@@ -254,6 +254,9 @@ def blocks_in_turn(
         part: the part of these columns [S] for a block that is given as a part of the queries [T].
         *others: columns that all blocks see.
     """
+    if varies(q.shape[1]):
+        yield Blocks.of(q, queries, *others, columns)
+        return
     for n, q_block in enumerate(q.split(C, 1)):  # whose backward is cheaper than those of slices
         here = slice(n * C, n * C + C)
         yield Blocks.of(q_block, queries.of(here), *others, columns.of(part(here)))
@@ -322,8 +325,8 @@ def full_attention(
         return slice(0 if window is None else max(0, before + here.start - window + 1), end)
 
     others = [] if first is None else [first]
-    C = T if varies(T) else LONG_BLOCK
-    return rows_of(map(scores.attend, blocks_in_turn(q, queries, C, past, near, *others)), q)
+    groups = blocks_in_turn(q, queries, LONG_BLOCK, past, near, *others)
+    return rows_of(map(scores.attend, groups), q)
 
 
 def softmax_of(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from hf_memory.mixers.pasts import Everything, Window, window_attention
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
+from hf_memory.ops.exported import varies
 from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.masks import Tokens, earlier
 
@@ -82,7 +83,8 @@ def _all_pairs(
     """Attention of few queries, compared with all tokens, one block at a time."""
     parts = []
     groups = blocks_in_turn(q, tokens, BLOCK, seen, lambda here: slice(None))
-    for blocks, bucket_of_block in zip(groups, q_buckets.split(BLOCK, 1)):
+    bucket_blocks = [q_buckets] if varies(q.shape[1]) else q_buckets.split(BLOCK, 1)
+    for blocks, bucket_of_block in zip(groups, bucket_blocks):
         is_same = (bucket_of_block[:, :, None] == buckets[:, None]).any(-1)  # [B, C, S, H]
         blocks = blocks._replace(visible=blocks.visible & is_same.permute(0, 3, 1, 2))
         parts.append(Scores(scaling).attend_with_mass(blocks))

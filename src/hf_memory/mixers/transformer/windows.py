@@ -57,9 +57,9 @@ class LocalMixer(TransformerMixer):
         pattern = pattern_of(self.config, self.layer_idx)
         pattern = self.stored(pattern, self.config, self.layer_idx)
         reach = None
-        # reading spans costs more than it saves for a few tokens, and would break a graph
-        is_long = hidden_states.shape[1] > BLOCK and not torch.compiler.is_compiling()
-        if self.learns_spans and is_long:
+        # reading spans would break a graph, and costs more than it saves for a few tokens
+        reads_spans = self.learns_spans and not torch.compiler.is_compiling()
+        if reads_spans and hidden_states.shape[1] > BLOCK:
             reach = math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
         return window_attention(*inputs, context, pattern, self.scores, reach=reach)
 
