@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 from transformers import CompileConfig, StaticCache
 from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
@@ -20,6 +22,7 @@ from cases import (
     usually,
 )
 from comparing import assert_close
+from hf_memory.ops import delta_rule
 
 
 def prefill(model, tokens, max_cache_len=50):
@@ -223,6 +226,28 @@ def test_transformers_exports_a_model_for_any_number_of_rows_and_tokens(name):
     for rows, length in ((3, 37), (1, 130)):
         tokens = random_tokens(rows, length)
         assert_close(run(input_ids=tokens).logits, model(tokens).logits)
+
+
+class DeltaRule(nn.Module):
+    def forward(self, k, beta):
+        return delta_rule(k, k, k, beta)[0]
+
+
+@pytest.mark.complete
+@torch.no_grad()
+def test_an_exported_delta_rule_has_any_number_of_rows_after_decompositions():
+    """Exporters to ONNX decompose what they are given; where parts of unbind are written to, that fixes the rows."""
+
+    def inputs(rows, length):
+        k = torch.randn(rows, length, 1, 4, dtype=torch.float64)
+        return F.normalize(k, dim=-1), torch.rand(rows, length, 1, dtype=torch.float64)
+
+    auto = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    exported = torch.export.export(DeltaRule(), inputs(2, 12), dynamic_shapes=(auto, auto))
+    run = exported.run_decompositions().module()
+    for shape in ((3, 37), (1, 130)):
+        read = inputs(*shape)
+        assert_close(run(*read), DeltaRule()(*read))
 
 
 def test_an_export_for_any_length_says_that_it_has_no_gradients():

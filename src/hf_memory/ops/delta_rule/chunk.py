@@ -191,8 +191,12 @@ class _Pass(torch.autograd.Function):
         R = torch.empty_like(v)
         X = torch.empty_like(v)
         o = v.new_empty(*q.shape[:3], v.shape[3])
-        each = zip(*(x.unbind() for x in (q, k, k_out.mT, v, P, solve, R, X, o)))
-        for n, (q_n, k_n, k_out_n, v_n, P_n, solve_n, R_n, X_n, o_n) in enumerate(each):
+        each = zip(*(x.unbind() for x in (q, k, k_out.mT, v, P, solve)))
+        for n, (q_n, k_n, k_out_n, v_n, P_n, solve_n) in enumerate(each):
+            # not of unbind: where its parts are written to, an exported graph has the example's number of rows
+            R_n = R[n]
+            X_n = X[n]
+            o_n = o[n]
             before.append(S_n := S.to(v.dtype))
             torch.baddbmm(v_n, k_n, S_n, alpha=-1, out=R_n)
             torch.bmm(solve_n, R_n, out=X_n)
