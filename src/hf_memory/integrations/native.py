@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from functools import cache as remembered
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
@@ -299,7 +300,8 @@ def use_memory_ops(model: Model) -> Model:
         if isinstance(module, PreTrainedModel):
             module._is_stateful = False  # transformers refuses to undo tokens of models that are
         if mixers and has_mixers(module):
-            module.register_forward_pre_hook(keep_packed_apart, with_kwargs=True)
+            names = list(signature(module.forward).parameters)
+            module.register_forward_pre_hook(partial(keep_packed_apart, names), with_kwargs=True)
     return model
 
 
@@ -348,22 +350,15 @@ def hold_a_memory(cache: Cache, layer_idx: int) -> None:
     cache.layers[layer_idx] = memory
 
 
-@remembered
-def parameters(model_class: Any) -> tuple[str, ...]:
-    """The names of the arguments of a model, in their order."""
-    return tuple(signature(model_class.forward).parameters)[1:]
-
-
 def keep_packed_apart(
-    model: Any, args: tuple, kwargs: dict[str, Any]
+    names: list[str], model: Any, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]] | None:
     """A hook before a model without a head: arguments that tell all its layers which tokens are of one sequence.
 
     Attention gets a mask, linear attention boundaries, and rotary positions start again if there are none. Without
-    packed sequences nothing changes.
+    packed sequences nothing changes. `names` are those of the model's arguments, in their order.
     """
-    kind: Any = type(model)
-    given = named_cache(dict(zip(parameters(kind), args)) | kwargs, CACHE)
+    given = named_cache(dict(zip(names, args)) | kwargs, CACHE)
     embeds = given.get("inputs_embeds")
     tokens = given.get("input_ids") if embeds is None else embeds
     if tokens is None:
