@@ -23,7 +23,7 @@ from transformers import (
 
 from cases import random_tokens
 from comparing import assert_close
-from hf_memory import use_memory_ops
+from hf_memory import load_memory, save_memory, use_memory_ops
 from hf_memory.cache import MemoryLayer
 from hf_memory.cache_argument import CACHE, cache_of
 
@@ -206,6 +206,24 @@ def test_a_model_makes_its_cache_itself():
     cache = cache_of(model(tokens[:, :4]))
     assert [isinstance(layer, MemoryLayer) for layer in cache.layers] == [True, False, True]
     assert_close(read(model, tokens[:, 4:], cache), model(tokens).logits[:, 4:])
+
+
+@every_kind
+@torch.no_grad()
+def test_a_saved_memory_goes_on(kind, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    model = ours(kind).float()
+    tokens = random_tokens(1, 9)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    read(model, tokens[:, :6], cache)
+    cache.crop(-2)
+    save_memory(cache, tmp_path / "memory.safetensors", model)
+    loaded = load_memory(tmp_path / "memory.safetensors", model)
+    assert loaded.get_seq_length() == 4
+    assert torch.equal(read(model, tokens[:, 4:], loaded), read(model, tokens[:, 4:], cache))
+    with pytest.raises(ValueError, match=r"model must be .* after use_memory_ops\(model\), got"):
+        load_memory(tmp_path / "memory.safetensors", make(kind))
 
 
 @torch.no_grad()

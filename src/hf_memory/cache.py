@@ -18,6 +18,8 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticCache,
 )
 from transformers.utils.import_utils import is_tracing
 
@@ -510,6 +512,26 @@ def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:
     layer = cache.layers[layer_idx]
     layer.make_writable()
     return layer
+
+
+def hold_a_memory(cache: Cache, layer_idx: int) -> None:
+    """Replace an empty layer of a cache for linear attention of transformers by a `MemoryLayer`.
+
+    Raises:
+        ValueError: if it is not empty.
+    """
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if not isinstance(layer, LinearAttentionLayer):
+        return
+    if any(layer.has_previous_state.values()):
+        raise ValueError(
+            "cache must be empty or filled after use_memory_ops(model), got one that the model filled before"
+        )
+    memory = StaticMemoryLayer() if isinstance(cache, StaticCache) else MemoryLayer()
+    memory.is_sliding = True  # so that masks are as long as the keys of a layer of full attention
+    if layer.record_past:
+        memory.activate_past_recording()
+    cache.layers[layer_idx] = memory
 
 
 def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

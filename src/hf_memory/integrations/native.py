@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionLayer, StaticCache
+from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
 
-from hf_memory.cache import MemoryLayer, State, States, StaticMemoryLayer
+from hf_memory.cache import State, States, hold_a_memory
 from hf_memory.cache_argument import CACHE, named_cache
 from hf_memory.layers import causal_convolution, unit_length, upcast
 from hf_memory.mixers.base import Context, MemoryMixer
@@ -328,26 +328,6 @@ def has_mixers(module: nn.Module) -> bool:
     return isinstance(layers, nn.ModuleList) and any(
         isinstance(x, NativeMixer) for x in layers.modules()
     )
-
-
-def hold_a_memory(cache: Cache, layer_idx: int) -> None:
-    """Replace an empty layer of a cache for linear attention by one that holds our states.
-
-    Raises:
-        ValueError: if it is not empty.
-    """
-    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if not isinstance(layer, LinearAttentionLayer):
-        return
-    if any(layer.has_previous_state.values()):
-        raise ValueError(
-            "cache must be empty or filled after use_memory_ops(model), got one that the model filled before"
-        )
-    memory = StaticMemoryLayer() if isinstance(cache, StaticCache) else MemoryLayer()
-    memory.is_sliding = True  # so that masks are as long as the keys of a layer of full attention
-    if layer.record_past:
-        memory.activate_past_recording()
-    cache.layers[layer_idx] = memory
 
 
 def keep_packed_apart(

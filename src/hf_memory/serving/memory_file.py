@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,11 +16,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_memory.cache import MemoryLayer, Spec, State, memory_layer
+from hf_memory.cache import MemoryLayer, Spec, State, hold_a_memory, memory_layer
+from hf_memory.cache_argument import CACHE
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.folders import check_regular, replaced
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
+from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.bits import scales
 
 FORMAT = "hf_memory memory 2"
@@ -43,19 +46,17 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
         model: the model that has filled the cache; the file can only be loaded for the same model.
 
     Raises:
-        ValueError: if the cache is not a DynamicCache of the model, or is empty.
+        ValueError: if the cache is not a DynamicCache of the model, or is empty, or the model is neither of this package
+            nor a hybrid of transformers after `use_memory_ops`.
         OSError: if the file cannot be written.
     """
     path = Path(path)
     _check_file(path)
     check_layers(cache, model)
-    layers = [module for module in model.modules() if isinstance(module, MemoryDecoderLayer)]
-    for i in range(model.config.num_hidden_layers):  # replay what stays after tokens were undone
-        mixer = layers[i % len(layers)].mixer  # one layer may run several times
-        if isinstance(mixer, MemoryMixer):
-            memory = memory_layer(cache, i)
-            if memory.is_behind:
-                mixer.catch_up(memory)
+    for i, mixer in _mixers(model).items():  # replay what stays after tokens were undone
+        memory = memory_layer(cache, i)
+        if memory.is_behind:
+            mixer.catch_up(memory)
     if not all(layer.is_initialized for layer in cache.layers):
         raise ValueError("cache must have read tokens with this model, got one with an empty layer")
     tensors = {
@@ -67,7 +68,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
         "format": FORMAT,
         "model": model.config.name_or_path or type(model).__name__,
         "fingerprint": _fingerprint(model),
-        "bits": json.dumps(model.config.cache_bits),
+        "bits": json.dumps(_bits(model)),
         "tokens_read": str(cache.get_seq_length()),
         "layers": _kinds(cache),
     }
@@ -91,9 +92,9 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
         OSError: if it cannot be read.
     """
     path = Path(path)
-    cache = DynamicCache(config=model.config)
-    specs = model.config.state_specs
-    header, tensors = _read(path, cache, model)
+    cache = _empty_cache(model)
+    specs = _specs(model)
+    header, tensors = _read(path, cache, specs, model)
     tokens_read = int(header["tokens_read"])
     for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
         own = {name: tensors[f"{i}.{name}"] for name in spec}
@@ -120,7 +121,7 @@ def _check_file(path: Path) -> None:
 
 
 def _read(
-    path: Path, cache: Cache, model: PreTrainedModel
+    path: Path, cache: Cache, specs: list[Spec], model: PreTrainedModel
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and the tensors of a file; nothing is read before the metadata and all shapes are those expected."""
     _check_file(path)
@@ -130,7 +131,7 @@ def _read(
             names = list(file.keys())
             _check_header(path, header, cache, model)
             found = {name: file.get_slice(name).get_shape() for name in names}
-            expected = _expected(cache, model.config.state_specs, int(header["tokens_read"]))
+            expected = _expected(cache, specs, int(header["tokens_read"]))
             if found.keys() != expected.keys():
                 raise ValueError(
                     f"{path} must have the states {', '.join(expected)}, got {', '.join(found) or 'none'}"
@@ -159,9 +160,9 @@ def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTr
             f"{path} is a memory of another model or of other weights: it was made by {header['model']}"
         )
     bits = header.get("bits", "null")
-    if bits != json.dumps(model.config.cache_bits):
+    if bits != json.dumps(_bits(model)):
         raise ValueError(
-            f"{path} holds a memory of cache_bits={bits}, got a model of cache_bits={model.config.cache_bits}: set "
+            f"{path} holds a memory of cache_bits={bits}, got a model of cache_bits={_bits(model)}: set "
             "cache_bits of the model's config to that of the file, or read the text again"
         )
     if header["layers"] != _kinds(cache):
@@ -214,6 +215,53 @@ def state_fault(x: Tensor, state: State, tokens_read: int) -> str | None:
     )
 
 
+def _mixers(model: PreTrainedModel) -> dict[int, MemoryMixer]:
+    """The mixers whose states are memories, by the layer of a cache; one of our layers may run several times."""
+    layers = [module for module in model.modules() if isinstance(module, MemoryDecoderLayer)]
+    if not layers:
+        return _mixers_of_a_hybrid(model)
+    number = model.config.num_hidden_layers
+    mixers = {i: layers[i % len(layers)].mixer for i in range(number)}
+    return {i: mixer for i, mixer in mixers.items() if isinstance(mixer, MemoryMixer)}
+
+
+def _mixers_of_a_hybrid(model: PreTrainedModel) -> dict[int, MemoryMixer]:
+    mixers = {x.layer_idx: x for x in model.modules() if isinstance(x, MemoryMixer)}
+    if not mixers:
+        raise ValueError(
+            "model must be of this package, or a hybrid of transformers after use_memory_ops(model), got "
+            f"{type(model).__name__}"
+        )
+    return mixers
+
+
+def _empty_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache whose layers are of the types that they will be of when the model has read something."""
+    cache = DynamicCache(config=model.config)
+    for i in _mixers(model):
+        hold_a_memory(cache, i)
+    return cache
+
+
+def _specs(model: PreTrainedModel) -> list[Spec]:
+    """The states of each layer by name; a hybrid of transformers, whose config does not say it, reads a token."""
+    if isinstance(model.config, MemoryConfig):
+        return model.config.state_specs
+    cache = _empty_cache(model)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **{CACHE: cache})
+    return [
+        layer.spec
+        if isinstance(layer, MemoryLayer)
+        else {name: State((x.shape[1], x.shape[3]), None, "token") for name, x in _tensors(layer)}
+        for layer in cache.layers
+    ]
+
+
+def _bits(model: PreTrainedModel) -> Any:
+    return getattr(model.config, "cache_bits", None)
+
+
 def _fingerprint(model: PreTrainedModel) -> str:
     """A fingerprint of what made a file, without the bits of its numbers, which the file says itself."""
     return model_fingerprint(model, torch.bfloat16, without={"cache_bits"})
@@ -245,7 +293,7 @@ def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
 
 def check_layers(cache: Cache, model: PreTrainedModel) -> None:
     """Raise ValueError unless a cache has the layers that this model's DynamicCache has."""
-    kinds = [type(layer).__name__ for layer in DynamicCache(config=model.config).layers]
+    kinds = [type(layer).__name__ for layer in _empty_cache(model).layers]
     given = [type(layer).__name__ for layer in cache.layers]
     if given != kinds:
         raise ValueError(
