@@ -46,8 +46,8 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
         model: the model that has filled the cache; the file can only be loaded for the same model.
 
     Raises:
-        ValueError: if the cache is not a DynamicCache of the model, or is empty, or the model is neither of this package
-            nor a hybrid of transformers after `use_memory_ops`.
+        ValueError: if the cache is not a DynamicCache of the model, or is empty, or the model is neither of this
+            package nor a hybrid of transformers after `use_memory_ops`.
         OSError: if the file cannot be written.
     """
     path = Path(path)
