@@ -27,7 +27,7 @@ tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 hf_memory.export_model(student, served)  # refuses a student that no engine has, and says what to do
 tokenizer.save_pretrained(served)
 exported = AutoModelForCausalLM.from_pretrained(served)
-print(f"{type(student).__name__} is {type(exported).__name__} in {served}")
+print(f"the {type(student).__name__} is a {type(exported).__name__} in {served}")
 
 batch = tokenizer(prompts, return_tensors="pt", padding=True)
 with torch.no_grad():
