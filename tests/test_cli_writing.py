@@ -10,14 +10,16 @@ import sys
 from functools import partial
 
 import pytest
+import torch
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from cases import CASE, make_model
 from hf_memory.cli import chat, turns
 from hf_memory.cli.info import CONTEXTS
 from hf_memory.cli.terminal import console
+from hf_memory.evaluation import cache_bytes, kv_cache_bytes
 
 WORDS = [
     "<end>",
@@ -227,6 +229,16 @@ def test_info_of_a_transformer_compares_it_with_itself(run, teacher):
     code, out, _ = run("info", teacher)
     assert code == 0
     assert out.count("100.00%") == len(CONTEXTS) + 1
+
+
+def test_info_compares_packed_numbers_with_attention_in_16_bits(run, student):
+    config = AutoConfig.from_pretrained(student, cache_bits={"attention": 4})
+    code, out, _ = run("info", student, "--cache-bits", "attention=4")
+    assert config.dtype == torch.float32
+    config.dtype = torch.bfloat16
+    share = cache_bytes(config, 8192) / kv_cache_bytes(config, 8192)
+    assert f"{share:.2%}" in out
+    assert code == 0
 
 
 def test_bits_of_a_cache_are_chosen_where_a_model_is_loaded(run, student, type_lines, tmp_path):
