@@ -244,6 +244,14 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     ]
 
 
+def test_auto_takes_no_kernel_in_a_graph_for_any_number_of_tokens(monkeypatch):
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 1, 4, device="cuda")
+    monkeypatch.setattr(dispatch, "varies", lambda tokens: tokens == q.shape[1])
+    assert choose_backend("auto", q, None) == "chunk"
+    assert choose_backend("triton", q, None) == "triton"
+
+
 def test_auto_takes_no_kernel_on_amd_gpus_and_says_so_once(monkeypatch):
     with FakeTensorMode():
         q = torch.empty(1, 2, 1, 4, device="cuda")

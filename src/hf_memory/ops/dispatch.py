@@ -37,13 +37,15 @@ def choose_backend(
 
     Args:
         backend: the requested backend. Anything but "auto" runs as requested or raises an error.
-        q: any input; kernels run on CUDA tensors, and on CPU tensors in Triton's interpreter.
+        q: any input [B, T, ...]; kernels run on CUDA tensors, and on CPU tensors in Triton's interpreter. "auto" takes
+            none in a graph that is exported for any number of tokens.
         kernel_refuses: the reason why no kernel supports these shapes and dtypes, as a clause; None if one does.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
-        has_kernels = kernel_refuses is None and no_kernels_on(q.device) is None
+        is_fixed = not varies(q.shape[1])
+        has_kernels = is_fixed and kernel_refuses is None and no_kernels_on(q.device) is None
         return "triton" if has_kernels else "chunk"
     if backend == "triton":
         if not triton_is_installed():
@@ -99,8 +101,6 @@ class Forms(NamedTuple):
         """
         scale = dims.K**-0.5 if scale is None else scale
         q = inputs[0]
-        if backend == "auto" and varies(dims.T):
-            backend = "chunk"  # a graph for any number of tokens has no kernels
         backend = choose_backend(backend, q, kernel_limits(q, dims))
         is_repeated = backend != "chunk" and q.shape[2] > dims.HV
         if is_repeated:

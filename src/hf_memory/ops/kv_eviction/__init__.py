@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hf_memory.ops.dispatch import Backend, choose_backend
-from hf_memory.ops.exported import varies
 from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.kv_eviction import chunk
 from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at
@@ -67,8 +66,6 @@ def retained_attention(
         own block has been read.
     """
     eviction = block, first, window, decay, scale, softcap or 0.0
-    if backend == "auto" and varies(q.shape[1]):
-        backend = "chunk"  # a graph for any number of tokens has no kernels
     if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) != "triton":
         return chunk.retained_attention(
             q, k, v, number, received, query_mask, *eviction, gates, needs_mass
