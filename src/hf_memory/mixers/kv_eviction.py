@@ -304,6 +304,7 @@ class KVEviction(NamedTuple):
             scale=scores.scaling,
             softcap=scores.softcap,
             needs_weights=True,
+            needs_mass=self.needs_mass,
             backend=self.backend,
         )
         attended = [o.view(*q.shape[:3], -1)]

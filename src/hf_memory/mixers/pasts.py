@@ -58,10 +58,15 @@ class Seen(NamedTuple):
 
     def attend(self, q: Tensor, scores: Scores, backend: Backend) -> Tensor:
         """Attention of queries [B, 1, H, groups, D] whose scores do not depend on positions: [B, 1, H, groups, V]."""
-        if scores.is_plain and (self.bits is None or not reads_bytes(q, backend)):
-            seen = self if self.bits is None else self._numbers(q)
+        is_in_bits = self._is_read_in_bits(q, scores, backend)
+        if scores.is_plain and not is_in_bits:
+            seen = self._numbers(q)
             return scores.attend_one(q, seen.keys, seen.values, seen.visible)
-        o, _ = self.attend_with_mass(q.flatten(2, 3), scores, backend)
+        by_head = q.flatten(2, 3)
+        if is_in_bits:
+            o = self._attend_to_bytes(by_head, scores, backend, needs_mass=False)[0]
+        else:
+            o = scores.attend_with_mass(self._blocks(by_head))[0]
         return o.unflatten(2, q.shape[2:4])
 
     def attend_with_mass(self, q: Tensor, scores: Scores, backend: Backend) -> Attended:
@@ -71,10 +76,14 @@ class Seen(NamedTuple):
         return scores.attend_with_mass(self._blocks(q))
 
     def _is_read_in_bits(self, q: Tensor, scores: Scores, backend: Backend) -> bool:
-        is_plain = scores._replace(softcap=None).is_plain
-        return self.bits is not None and is_plain and reads_bytes(q, backend)
+        if self.bits is None:
+            return False
+        return scores._replace(softcap=None).is_plain and reads_bytes(q, backend)
 
-    def _attend_to_bytes(self, q: Tensor, scores: Scores, backend: Backend) -> Attended:
+    def _attend_to_bytes(
+        self, q: Tensor, scores: Scores, backend: Backend, needs_mass: bool = True
+    ) -> Any:
+        """The same for packed rows; the mass is None if it is not asked for."""
         B, _, HQ, D = q.shape
         H = self.keys.shape[2]
         o, mass, _ = attention_in_bits(
@@ -85,9 +94,10 @@ class Seen(NamedTuple):
             bits=self.bits,
             scale=scores.scaling,
             softcap=scores.softcap,
+            needs_mass=needs_mass or self.always is not None,
             backend=backend,
         )
-        attended = o.view(B, 1, HQ, -1), mass.view(B, 1, HQ)
+        attended: Any = o.view(q.shape), None if mass is None else mass.view(B, 1, HQ)
         if self.always is None:
             return attended
         key, value = (x.to(q.dtype).expand(B, -1, -1, -1) for x in self.always)
@@ -95,11 +105,13 @@ class Seen(NamedTuple):
         return joined_softmax(attended, scores.attend_with_mass(alone._blocks(q)))
 
     def _blocks(self, q: Tensor) -> Blocks:
-        seen = self if self.bits is None else self._numbers(q)
+        seen = self._numbers(q)
         return Blocks(q, seen.keys, seen.values, seen.visible, None, None)  # type: ignore[arg-type]
 
     def _numbers(self, q: Tensor) -> "Seen":
         """The same with numbers for packed rows, as many for each row as queries have and in their dtype."""
+        if self.bits is None:
+            return self
         keys, values = (
             unpack(x, q.shape[-1], self.bits, q.dtype) for x in (self.keys, self.values)
         )

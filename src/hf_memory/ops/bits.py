@@ -22,7 +22,8 @@ from hf_memory.ops.precision import upcast, without_autocast
 
 BITS = (8, 4)
 GROUP = 32  # channels that share a scale
-LARGEST = torch.finfo(torch.float16).max  # numbers beyond it become this number
+LARGEST = torch.finfo(torch.float16).max  # of scales and least numbers
+SMALLEST = 2.0**-24  # a scale, so that none is zero: the smallest number above zero in float16
 
 
 def packed_bytes(channels: int, bits: int) -> int:
@@ -83,7 +84,7 @@ class _Rounded(torch.autograd.Function):
 def hadamard(x: Tensor) -> Tensor:
     """Rows x [..., D] times orthonormal Hadamard matrices, one for each block of channels; the inverse of itself.
 
-    Blocks have the largest power of two that divides D. Sums are in a fixed order, whatever the shape of x is.
+    Blocks have the largest power of two that divides D.
     """
     D = x.shape[-1]
     size = D & -D
@@ -97,37 +98,42 @@ def hadamard(x: Tensor) -> Tensor:
 
 def rotated(x: Tensor) -> Tensor:
     """The same as `hadamard`, as one product in the dtype of x, which is faster."""
-    rotation = _matrix("rotation", x.shape[-1] & -x.shape[-1], x)
+    D = x.shape[-1]
+    rotation = _matrix("rotation", D & -D, x)
+    if len(rotation) == D:
+        return x @ rotation
     return (x.unflatten(-1, (-1, len(rotation))) @ rotation).flatten(-2)
+
+
+def group_matrix(channels: int, like: Tensor) -> Tensor:
+    """The groups of channels, [groups, channels]: one where a channel is in a group, in the dtype of `like`."""
+    return _matrix("groups", channels, like)
 
 
 def _pack(x: Tensor, bits: int) -> Tensor:
     x = upcast(x)
     D = x.shape[-1]
-    if bits == 4:
-        x = hadamard(x)
+    if bits == 4:  # in float64, whose sums are the same numbers in float32 whatever their order
+        x = rotated(x.double()).to(x.dtype)
     groups = _grouped(x)
-    limits = torch.stack(torch.aminmax(groups, dim=-1)).clamp(-LARGEST, LARGEST)
-    least = limits[0].half()
-    ranges = limits[1] - least
+    least, greatest = torch.aminmax(groups, dim=-1, keepdim=True)
     most = 2**bits - 1
-    scale = (ranges / most).clamp(min=0).half()
-    divisor = scale.to(x.dtype).masked_fill(scale == 0, 1)[..., None]
-    wide = ((groups - least.to(x.dtype)[..., None]) / divisor).round_().clamp_(0, most)
-    each = wide.to(torch.uint8).flatten(-2)[..., :D]
+    least = least.clamp(-LARGEST, LARGEST).half()
+    scale = ((greatest - least) / most).clamp_(SMALLEST, 2 * LARGEST / most).half()
+    each = (groups - least).div_(scale).round_().clamp_(0, most).flatten(-2)
+    if D % GROUP:
+        each = F.pad(each[..., :D], (0, -D % (16 // bits)))
     if bits == 4:
-        first, second = F.pad(each, (0, -D % 4)).chunk(2, -1)
-        stored = first | second << 4
-    else:
-        stored = F.pad(each, (0, D % 2))
-    numbers = torch.cat([scale, least], -1).view(torch.uint8)
-    return torch.cat([numbers, stored], -1)
+        first, second = each.chunk(2, -1)
+        each = torch.add(first, second, alpha=16)
+    numbers = torch.cat([scale, least], -2).view(torch.uint8).flatten(-2)
+    return torch.cat([numbers, each.to(torch.uint8)], -1)
 
 
 def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     numbers = scales(packed, bits).contiguous().to(wide)  # of contiguous numbers this is faster
-    groups = _matrix("groups", D, numbers)
+    groups = group_matrix(D, numbers)
     scale, least = (
         x @ groups for x in numbers.chunk(2, -1)
     )  # of each channel, faster than expanding

@@ -1,9 +1,12 @@
 """Attention of one token to keys and values in 8 or 4 bits, which are read as they are stored."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hf_memory.ops.bits import GROUP, codes, packed_bytes, rotated, scales, unpack
+from hf_memory.ops.attention_in_bits import chunk
+from hf_memory.ops.bits import GROUP, packed_bytes, rotated, unpack
 from hf_memory.ops.dispatch import MAX_KERNEL_DIM, Backend, choose_backend
 from hf_memory.ops.inputs import check_tensor
 from hf_memory.ops.precision import upcast, without_autocast
@@ -19,9 +22,10 @@ def attention_in_bits(
     bits: int,
     scale: float,
     softcap: float | None = None,
+    needs_mass: bool = True,
     needs_weights: bool = False,
     backend: Backend = "auto",
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Any, Tensor | None]:
     """Softmax attention of one token of each row to packed rows, see `hf_memory.ops.bits`; without gradients.
 
         o = sum_j p_j v_j,   p = softmax_j(scale q k_j),   over the entries j that are visible
@@ -39,12 +43,14 @@ def attention_in_bits(
         bits: of each number, 8 or 4.
         scale: factor of the products of queries and keys.
         softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
+        needs_mass: whether the mass of the softmax is asked for.
         needs_weights: whether the weights are asked for.
         backend: "triton", "chunk", which is PyTorch, or "auto": the kernel on CUDA where there is one.
 
     Returns:
         The outputs [B, H, G, D], zero for a row that sees nothing; the logarithms of their mass in the softmax
-        [B, H, G] in float32 (float64 for float64); and the weights p [B, H, S], sums over the G queries, or None.
+        [B, H, G] in float32 (float64 for float64), or None; and the weights p [B, H, S], sums over the G queries, or
+        None.
 
     Raises:
         ValueError: an argument has a wrong shape or dtype, or there is no kernel for an explicit backend="triton".
@@ -56,17 +62,20 @@ def attention_in_bits(
             raise ValueError(f"{name} must have dtype torch.uint8, got {x.dtype}")
     if visible is not None:
         visible = visible.expand(B, H, keys.shape[2])
-    given = q, keys, values, visible, bits, scale, softcap or 0.0, needs_weights
+    given = q, keys, values, visible, bits, scale, softcap or 0.0
     chosen = choose_backend(backend, q, kernel_refuses(q))
     if chosen != "triton":
-        by_codes = chosen == "chunk" and D % GROUP == 0
-        return without_autocast(_attention, *given, by_codes)
+        is_chunk = chosen == "chunk" and D % GROUP == 0
+        form = chunk.attention if is_chunk else _attention
+        o, p, mass = without_autocast(form, *given, needs_mass)
+        return o.to(q.dtype), mass, p.sum(2) if needs_weights else None
     from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
 
     q = q if bits == 8 else rotated(q)
-    o, mass, scores = kernel(q, *given[1:])
+    o, mass, scores = kernel(q, *given[1:], needs_weights)
+    o = o if bits == 8 else rotated(o)
     weights = _weights(scores, mass).sum(2) if needs_weights else None
-    return o if bits == 8 else rotated(o), mass, weights
+    return o, mass if needs_mass else None, weights
 
 
 def reads_bytes(q: Tensor, backend: str) -> bool:
@@ -95,48 +104,16 @@ def _attention(
     bits: int,
     scale: float,
     softcap: float,
-    needs_weights: bool,
-    by_codes: bool,
+    needs_mass: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The definition, or the same by products of codes, which needs whole groups."""
-    scores_of, sums_of = (
-        (_scores_of_codes, _sums_of_codes) if by_codes else (_scores_of_numbers, _sums_of_numbers)
-    )
-    scores = soft_capped(scores_of(q, keys, bits, scale), softcap)
+    """The definition: outputs, weights and their mass."""
+    k, v = (unpack(x, q.shape[-1], bits, q.dtype) for x in (keys, values))
+    scores = soft_capped(upcast(scale * q @ k.mT), softcap)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
     mass = scores.logsumexp(-1)
     p = _weights(scores, mass)
-    o = sums_of(p, values, q.shape[-1], bits, q.dtype)
-    return o, mass, p.sum(2) if needs_weights else None
-
-
-def _scores_of_numbers(q: Tensor, keys: Tensor, bits: int, scale: float) -> Tensor:
-    return upcast(scale * q @ unpack(keys, q.shape[-1], bits, q.dtype).mT)
-
-
-def _sums_of_numbers(p: Tensor, values: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
-    return p.to(dtype) @ unpack(values, D, bits, dtype)
-
-
-def _scores_of_codes(q: Tensor, keys: Tensor, bits: int, scale: float) -> Tensor:
-    q = scale * upcast(q)
-    q = q if bits == 8 else rotated(q)
-    k, least = _scaled_codes(keys, q.shape[-1], bits, q.dtype)
-    return q @ k.mT + q.unflatten(-1, (-1, GROUP)).sum(-1) @ least.mT
-
-
-def _sums_of_codes(p: Tensor, values: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
-    v, least = _scaled_codes(values, D, bits, p.dtype)
-    o = ((p @ v).unflatten(-1, (-1, GROUP)) + (p @ least)[..., None]).flatten(-2)
-    return (o if bits == 8 else rotated(o)).to(dtype)
-
-
-def _scaled_codes(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes times their scales [..., S, D], and the least numbers of groups [..., S, D / 32], of packed rows."""
-    step, least = scales(packed, bits).contiguous().to(dtype).chunk(2, -1)
-    groups = codes(packed, D, bits).to(dtype).unflatten(-1, (-1, GROUP))
-    return groups.mul_(step[..., None]).flatten(-2), least
+    return p.to(q.dtype) @ v, p, mass if needs_mass else None
 
 
 def _weights(scores: Tensor, mass: Tensor) -> Tensor:
