@@ -57,7 +57,7 @@ $(SANITIZER): $(INSTALLED)
 
 sanitize: $(SANITIZER)  ## kernels as they are compiled, executed on the CPU: accesses out of bounds, races, unwritten memory
 	TRITON_INTERPRET=0 PYTHONPATH=$(SANITIZER):benchmarks $(BIN)/python -m ttsem.sanitize \
-		pytest -q -p sanitizer $(KERNELS) -k "(triton or kernel) and not (compile or custom_ops or run_on or amd)"
+		pytest -q -p sanitizer $(KERNELS) -k "(triton or kernel) and not (compile or custom_ops or run_on or amd or model)"
 
 check: $(INSTALLED)  ## lint, format, dependency rule, types
 	$(BIN)/ruff check

@@ -96,6 +96,47 @@ def test_bits_that_no_state_can_have_are_refused(bits, named):
         make_config(CASE["attention-kept-bits"], cache_bits=bits)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("titans-mag", r"None since keys and values of layers \[0, 1\] have all bits"),
+        (
+            "transformer-infinite",
+            r"None, or a dict with some of \['memory'\], since .* layers \[\d",
+        ),
+        ("deltanet", "None since the model has no keys and values of tokens"),
+    ],
+)
+def test_a_number_of_bits_that_not_all_keys_and_values_can_have_is_refused(name, expected):
+    with pytest.raises(ValueError, match=rf"cache_bits must be {expected}.*, got 8"):
+        make_model(CASE[name], cache_bits=8)
+    model = make_model(CASE[name])
+    model.config.cache_bits = 8
+    with pytest.raises(ValueError, match="cache_bits must be None"):
+        read(model, random_tokens(1, 4))
+
+
+def test_bits_of_the_keys_and_values_that_can_have_them_are_taken():
+    bits = {"memory": 8}
+    model = make_model(CASE["transformer-infinite"], cache_bits=bits)
+    assert {state.bits for spec in model.config.state_specs for state in spec.values()} == {8, None}
+
+
+@every_case_with_bits
+def test_a_layer_that_rounds_is_not_exactly_attention(name):
+    layers = range(2)
+    config = make_config(CASE[name])
+    exact = make_config(CASE[name], cache_bits=None)
+    for i, spec in zip(layers, config.state_specs):
+        is_rounded = any(state.bits for state in spec.values())
+        assert config.exact_up_to(i, 2) == (None if is_rounded else exact.exact_up_to(i, 2))
+
+
+def test_generate_says_how_to_set_bits():
+    with pytest.raises(ValueError, match=r"set model.config.cache_bits, .*got cache_bits=4"):
+        make_model(CASE["attention-kept"]).generate(random_tokens(1, 4), cache_bits=4)
+
+
 def test_chunks_of_a_training_text_are_refused_since_bits_have_no_gradients():
     model = make_model(CASE["attention-kept-bits"])
     with pytest.raises(ValueError, match="chunk_length must be None with cache_bits="):

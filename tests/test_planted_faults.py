@@ -12,6 +12,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+import test_attention_in_bits
 import test_cache
 import test_cache_argument
 import test_cache_bits
@@ -49,6 +50,8 @@ from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import checks, depth, loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
+from hf_memory.ops.attention_in_bits import chunk as codes
+from hf_memory.ops.attention_in_bits import kernels as kernels_in_bits
 from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.serving import memory_file
 
@@ -393,6 +396,40 @@ def test_tokens_of_a_call_that_are_not_rounded_are_seen(module, name, monkeypatc
     monkeypatch.setattr(module, "rounded", lambda x, packed, bits: x)
     with pytest.raises(AssertionError):
         test_cache_bits.test_a_text_is_the_same_however_it_is_divided(name)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda given: given._replace(visible=None),
+        lambda given: given._replace(S=given.S - 1),
+        lambda given: given._replace(v=given.k),
+    ],
+    ids=["hidden entries", "one entry less", "keys as values"],
+)
+@torch.no_grad()
+def test_entries_in_bits_that_a_kernel_takes_wrongly_are_seen(fault, monkeypatch):
+    launcher = kernels_in_bits.launcher
+
+    def faulty(kernel, grid):
+        launch = launcher(kernel, grid)
+
+        def run(first, *others, **how):
+            is_given = isinstance(first, kernels_in_bits.Given)
+            return launch(fault(first) if is_given else first, *others, **how)
+
+        return run
+
+    monkeypatch.setattr(kernels_in_bits, "launcher", faulty)
+    with pytest.raises(AssertionError):
+        test_attention_in_bits.test_kernel_sees_what_is_visible("each row", 40)
+
+
+@torch.no_grad()
+def test_scales_of_other_groups_of_channels_are_seen(monkeypatch):
+    monkeypatch.setattr(codes, "group_matrix", lambda D, like: like.new_ones(D // 32, D))
+    with pytest.raises(AssertionError):
+        test_attention_in_bits.test_products_of_codes_are_those_of_numbers(None, 96, 8)
 
 
 def test_bits_that_round_numbers_of_no_cache_alone_are_seen(monkeypatch):

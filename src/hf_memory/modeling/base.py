@@ -209,6 +209,7 @@ class MemoryModel(MemoryPreTrainedModel):
     def __init__(self, config: MemoryConfig):
         config.validate_architecture()  # again, since from_pretrained sets options of a config that was checked
         config.validate()
+        config.check_states_in_bits()
         super().__init__(config)
         check_room(config, *self._parts(config))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -335,6 +336,7 @@ class MemoryModel(MemoryPreTrainedModel):
 
     def declare_states(self) -> None:
         """Let mixers declare their states anew, after `cache_bits` of the config has changed."""
+        self.config.check_states_in_bits()
         self.declared_bits = self.config.cache_bits
         for layer in self.layers:
             layer.mixer.declare()
@@ -513,6 +515,16 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         )
 
     generate = takes_cache(GenerationMixin.generate, CACHE)
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """Say how to set `cache_bits`, which is no argument of `generate`."""
+        if "cache_bits" in model_kwargs:
+            bits = model_kwargs["cache_bits"]
+            raise ValueError(
+                "generate must not be given cache_bits, which a config has: set model.config.cache_bits, or load the "
+                f"model by from_pretrained(..., cache_bits={bits!r}), got cache_bits={bits!r}"
+            )
+        super()._validate_model_kwargs(model_kwargs)
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):

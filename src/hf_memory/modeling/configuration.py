@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-from hf_memory.cache import Spec, flat
+from hf_memory.cache import Spec, State, flat
 from hf_memory.cache_argument import NAMES
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
@@ -36,6 +36,12 @@ def of_mixers(**names: tuple[str, ...]) -> dict[str, str]:
         for style, names_of_style in names.items()
         for name in names_of_style
     }
+
+
+def _has_all_bits(name: str, state: State) -> bool:
+    """Whether a state has keys or values of tokens in the model's dtype."""
+    kind = name.rpartition(".")[2].rpartition("_")[2]
+    return kind in ("keys", "values") and state.dtype is None and state.bits is None
 
 
 def of_feed_forwards(plan: dict[str, str]) -> dict[str, str]:
@@ -65,10 +71,10 @@ class MemoryConfig(
         mixer_backend (`str`, defaults to `"auto"`): backend of the memory's op: `"auto"`, `"reference"`, `"chunk"` or
             `"triton"`. Their results differ only by rounding.
         cache_bits (`int` or `dict[str, int]`, *optional*): bits of each number of keys and values in the cache, 8 or 4,
-            with scales beside them; default: all bits of the model's dtype. A number is for all kinds of them that a
-            model has, and a dict has those of some: `"full_attention_heads"`; `"window"`: first tokens, window and kept
-            tokens of the other heads; `"attention"`: layers of attention; `"memory"`: memory layers with keys
-            and values of tokens. Other states keep their bits.
+            with scales beside them; default: all bits of the model's dtype. A number is for all keys and values of
+            tokens, and refused if some cannot have it; a dict has those of some kinds: `"full_attention_heads"`;
+            `"window"`: first tokens, window and kept tokens of the other heads; `"attention"`: layers of attention;
+            `"memory"`: memory layers with keys and values of tokens. Other states keep their bits.
     """
 
     model_type = "hf_memory"
@@ -244,8 +250,11 @@ class MemoryConfig(
     def exact_up_to(self, layer_idx: int, length: int) -> int | None:
         """How many tokens a token sees in a text of `length`, if the layer starts as softmax attention; else None.
 
-        See `Convertible.exact_up_to` of its mixer.
+        See `Convertible.exact_up_to` of its mixer. None, too, if the layer rounds keys and values to few bits.
         """
+        spec = flat(self.mixer_class(layer_idx).state_spec(self, layer_idx))
+        if any(state.bits for state in spec.values()):
+            return None
         return self.mixer_class(layer_idx).exact_up_to(self, layer_idx, length)
 
     def mixer_class(self, layer_idx: int) -> Any:
@@ -267,6 +276,23 @@ class MemoryConfig(
         for kind, bits in given.items():
             check(kind in kinds, "cache_bits", f"a number, or a dict with some of {kinds}", given)
             check(bits in BITS, f"cache_bits of {kind!r}", f"one of {BITS}", bits)
+
+    def check_states_in_bits(self) -> None:
+        """Refuse a number of bits for keys and values of which some cannot have it; the config is valid otherwise.
+
+        Raises:
+            ValueError: there are such keys and values, or there are none in few bits at all.
+        """
+        if not isinstance(self.cache_bits, int):
+            return
+        kinds = self.kinds_in_bits
+        wanted = f"None, or a dict with some of {kinds}," if kinds else "None"
+        specs = enumerate(self.state_specs)
+        without = [i for i, spec in specs if any(_has_all_bits(*state) for state in spec.items())]
+        reason = f"since keys and values of layers {without} have all bits of the model's dtype"
+        if not without:
+            reason = "since the model has no keys and values of tokens"
+        check(bool(kinds) and not without, "cache_bits", f"{wanted} {reason}", self.cache_bits)
 
     @property
     def kinds_in_bits(self) -> list[str]:
