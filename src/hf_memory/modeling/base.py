@@ -524,7 +524,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
                 "generate must not be given cache_bits, which a config has: set model.config.cache_bits, or load the "
                 f"model by from_pretrained(..., cache_bits={bits!r}), got cache_bits={bits!r}"
             )
-        super()._validate_model_kwargs(model_kwargs)
+        super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
