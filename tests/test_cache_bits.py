@@ -104,7 +104,6 @@ def test_bits_that_no_state_can_have_are_refused(bits, named):
             "transformer-infinite",
             r"None, or a dict with some of \['memory'\], since .* layers \[\d",
         ),
-        ("deltanet", "None since the model has no keys and values of tokens"),
     ],
 )
 def test_a_number_of_bits_that_not_all_keys_and_values_can_have_is_refused(name, expected):

@@ -278,21 +278,15 @@ class MemoryConfig(
             check(bits in BITS, f"cache_bits of {kind!r}", f"one of {BITS}", bits)
 
     def check_states_in_bits(self) -> None:
-        """Refuse a number of bits for keys and values of which some cannot have it; the config is valid otherwise.
-
-        Raises:
-            ValueError: there are such keys and values, or there are none in few bits at all.
-        """
+        """Refuse a number of bits if some keys and values of tokens cannot have it; the config is valid otherwise."""
         if not isinstance(self.cache_bits, int):
             return
-        kinds = self.kinds_in_bits
-        wanted = f"None, or a dict with some of {kinds}," if kinds else "None"
         specs = enumerate(self.state_specs)
         without = [i for i, spec in specs if any(_has_all_bits(*state) for state in spec.items())]
+        kinds = self.kinds_in_bits
+        wanted = f"None, or a dict with some of {kinds}," if kinds else "None"
         reason = f"since keys and values of layers {without} have all bits of the model's dtype"
-        if not without:
-            reason = "since the model has no keys and values of tokens"
-        check(bool(kinds) and not without, "cache_bits", f"{wanted} {reason}", self.cache_bits)
+        check(not without, "cache_bits", f"{wanted} {reason}", self.cache_bits)
 
     @property
     def kinds_in_bits(self) -> list[str]:
