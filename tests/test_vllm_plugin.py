@@ -27,7 +27,7 @@ from hf_memory.modeling.whole_layers import WholeLayersConfig
 STEPS = (  # tokens of three sequences that each step reads: begun, gone on with, and written to
     (6, 1, 0),
     (3, 1, 5),
-    (1, 1, 1),
+    *[(1, 1, 1)] * 4,
 )
 SLOTS = torch.tensor([4, 1, 2])
 
@@ -112,6 +112,21 @@ def test_sequences_in_steps_are_each_sequence_alone(case):
             angles = model.model.rotary_emb(text[None], torch.arange(len(text))[None])
             exact = in_float64(mixer)(*in_float64((text[None], angles)))[0]
             assert_close(output[None], exact, mixer(text[None], angles)[0])
+
+
+@pytest.mark.parametrize("name", ["gla", "attention-kept", "gated-deltanet-sliding"])
+@torch.no_grad()
+def test_tokens_without_a_step_are_one_text(name):
+    model = in_float64(make_model(CASE[name]))
+    layer = memory_layers(model.config)[0]
+    mixer = model.model.layers[layer].mixer
+    x = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(0)).double()
+    angles = model.model.rotary_emb(x, torch.arange(7)[None])
+    text = Pages(mixer, layer, Shelf({}, torch.float64))
+    attended = heads_alone(mixer, x[0], angles)
+    output = x.new_empty(7, text.width)
+    text.mix(text.project(x, angles)._replace(attended=attended), None, output)
+    assert_close(text.finish(output), mixer(x, angles)[0])
 
 
 def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
@@ -272,10 +287,10 @@ def vllm_config(config, **options):
     return found
 
 
-def test_memories_need_whole_models_and_no_graphs():
+def test_memories_need_whole_models():
     given = vllm_config(make_config(CASE["gla"]))
     ModelConfig.verify_and_update_config(given)
-    assert given.model_config.enforce_eager
+    assert not given.model_config.enforce_eager
     given.speculative_config = object()
     with pytest.raises(ValueError, match=r"speculative_config must be None: a memory"):
         ModelConfig.verify_and_update_config(given)

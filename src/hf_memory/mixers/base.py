@@ -47,6 +47,9 @@ class Context(NamedTuple):
     attended: Tensor | None = (
         None  # [B, T, heads, V], of heads that keep everything if an engine runs these
     )
+    pages: dict[str, Tensor] | None = (
+        None  # [B] by state, the rows of `states` that are those of the tokens; None: all
+    )
 
     def of(self, tokens: slice, states: States) -> "Context":
         """The context of some of the tokens, which are read after `states`; not for packed sequences."""
@@ -413,15 +416,19 @@ class MemoryMixer(Convertible, Projections):
         return inputs["hidden_states"], context
 
     def mix_after(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The output [B, T, hidden_size] and the states, by `mix` or `mix_one`: here one token or many is decided."""
-        is_one = (
+        """The output [B, T, hidden_size] and the states, by `mix` or `mix_one`."""
+        is_one = self.reads_one(hidden_states, context)
+        return (self.mix_one if is_one else self.mix)(hidden_states, context)
+
+    def reads_one(self, hidden_states: Tensor, context: Context) -> bool:
+        """Whether each row [B, T, hidden_size] is one token that follows others: here one token or many is decided."""
+        return (
             hidden_states.shape[1] == 1
             and bool(context.states)
             and context.attention_mask is None
             and context.cu_seqlens is None
             and not torch.is_grad_enabled()
         )
-        return (self.mix_one if is_one else self.mix)(hidden_states, context)
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

@@ -33,6 +33,7 @@ from hf_memory.ops.dispatch import Backend
 from hf_memory.ops.exported import first_tokens
 from hf_memory.ops.kv_eviction import places_that_stay, retained_attention, rows_at
 from hf_memory.ops.layout import expand_dims_like
+from hf_memory.ops.soft_cap import soft_capped
 
 DECAY = 0.8  # of the received attention, for each block
 
@@ -126,20 +127,74 @@ class KVEviction(NamedTuple):
         """The same for one token of each row, which follows others; the states are changed in place."""
         states = context.states
         held = Entries(states["keys"], states["values"], states["number"], states["received"])
+        if context.pages is not None:
+            return self._read_pages(q, k, v, scores, held, context), {}
         stored = self._stored(k, v)
         if context.uniform_length is None:
             written = self._write_padded(held, *stored, context.states["tokens_read"])
         else:
             written = self._write_uniform(held, *stored, context.uniform_length)
-        seen, hidden = written.seen, written.hidden
-        if self.bits is not None and scores.gates is None and reads_bytes(q, self.backend):
-            attended, weights = self._attended_in_bits(q, seen, hidden, scores)
-        else:
-            attended, weights = self._attended(q, self._numbers(seen, k), hidden, scores)
+        attended, weights = self._attended_to_stored(q, k, written.seen, written.hidden, scores)
         written.seen.received.add_(weights)
         if written.ends is not None:
             self._end_blocks(held, written.ends)
         return attended, {}
+
+    def _read_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, held: Entries, context: Context
+    ) -> Sequence[Tensor]:
+        """The same where the entries of a row are those of one of the pages `held`, on a CPU; see `Context.pages`.
+
+        Numbers are read where they are, a row after the other; packed ones are copied first, since they are small.
+        """
+        pages: Any = context.pages
+        of_rows = Entries(*(pages[name] for name in Entries._fields))
+        tokens_read = context.states["tokens_read"][pages["tokens_read"]]
+        place = tokens_read % self.block
+        keys, values = self._stored(k, v)
+        new = keys[:, 0], values[:, 0], (tokens_read + 1)[:, None]
+        for x, page, y in zip(held, of_rows, new):
+            x[page, :, self.stay + place] = y.to(x.dtype)
+        rows = [
+            Entries(*(x[i] for x, i in zip(held, numbers)))
+            for numbers in zip(*(page.tolist() for page in of_rows))
+        ]
+        places = place.tolist()
+        for row, at in zip(rows, places):
+            if at == 0:
+                row.received.mul_(DECAY)
+        number = held.number[of_rows.number]
+        if self.bits is None:
+            attended, weights = self._attended_rows(q, rows, number == 0, scores)
+        else:
+            packed_keys, packed_values = (x[page] for x, page in zip(held[:2], of_rows))
+            seen = Entries(packed_keys, packed_values, number, number)  # `received` is not read
+            attended, weights = self._attended_to_stored(q, k, seen, number == 0, scores)
+        for row, more, at in zip(rows, weights, places):
+            row.received.add_(more)
+            if at == self.block - 1:
+                self._end_blocks(Entries(*(x[None] for x in row)), place.new_ones(1, 1, 1).bool())
+        return attended
+
+    def _attended_rows(
+        self, q: Tensor, rows: list[Entries], hidden: Tensor, scores: Scores
+    ) -> tuple[list[Tensor], Tensor]:
+        """See `_attended`, of rows [H, n, ...] that are anywhere in memory."""
+        B, H, n = hidden.shape
+        by_group = (scores.scaling * q).reshape(B, H, -1, q.shape[3])
+        asked = q.new_empty(*by_group.shape[:3], n)
+        for one, row, out in zip(by_group, rows, asked):
+            torch.matmul(one, row.keys.to(q.dtype).mT, out=out)
+        asked = soft_capped(upcast(asked), scores.softcap)
+        asked = asked.masked_fill_(hidden[:, :, None], -torch.inf)
+        weights = asked.softmax(-1)
+        o = torch.empty_like(by_group)
+        for one, row, out in zip(weights.to(q.dtype), rows, o):
+            torch.matmul(one, row.values.to(q.dtype), out=out)
+        attended = [o.reshape(q.shape)]
+        if self.needs_mass:
+            attended.append(asked.logsumexp(-1).view(q.shape[:3]))
+        return attended, weights.sum(2)
 
     def _write_uniform(self, held: Entries, k: Tensor, v: Tensor, position: int) -> "Written":
         """Write keys and values [B, 1, H, D] of tokens at the same position of each row."""
@@ -273,6 +328,14 @@ class KVEviction(NamedTuple):
         return [first_tokens(x, T) for x in attended], held.with_block(
             block.without((block.number == 0) | (last >= place.shape[0])[:, None])
         )
+
+    def _attended_to_stored(
+        self, q: Tensor, k: Tensor, seen: Entries, hidden: Tensor | None, scores: Scores
+    ) -> tuple[list[Tensor], Any]:
+        """See `_attended`, of entries as the states have them; k are keys [B, 1, H, D] of the same call."""
+        if self.bits is not None and scores.gates is None and reads_bytes(q, self.backend):
+            return self._attended_in_bits(q, seen, hidden, scores)
+        return self._attended(q, self._numbers(seen, k), hidden, scores)
 
     def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):
         """Attention of a query of each row [B, 1, HQ, D] to entries, except for hidden ones [B, H, n].

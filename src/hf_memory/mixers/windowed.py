@@ -189,6 +189,20 @@ class WindowedMixer(MemoryMixer):
         o, states = self.attend_one(hidden_states, *inputs, context)
         return self.o_proj(o.flatten(2)), states
 
+    def attend_after(
+        self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context
+    ) -> tuple[Tensor, States]:
+        """The outputs [B, T, HQ * D] of heads that are projected already, and the states; see `mix_after`."""
+        is_one = self.reads_one(hidden_states, context)
+        attend = self.attend_one if is_one else self.attend
+        o, states = attend(hidden_states, q, k, v, context)
+        return o.flatten(2), states
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether one token of each row can be read with `Context.pages`: states in place, wherever rows are."""
+        return self.kv_eviction is not None and self.scores.gates is None
+
     def attend(
         self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
     ) -> tuple[Tensor, States]:
@@ -241,7 +255,11 @@ class WindowedMixer(MemoryMixer):
             o, new = self._attend_near_one(hidden_states, q, rows, context, heads)
             outputs.append(o)
             states |= new
-        context.states["tokens_read"].add_(1)
+        tokens_read = context.states["tokens_read"]
+        if context.pages is None:
+            tokens_read.add_(1)
+        else:
+            tokens_read[context.pages["tokens_read"]] += 1
         after = context.states | states if states else context.states
         return outputs[0] if len(outputs) == 1 else self._in_order(outputs), after
 

@@ -60,11 +60,21 @@ class ModelConfig:
                 raise ValueError(
                     "speculative_config must be None: a memory cannot forget tokens that are refused"
                 )
-            model.enforce_eager = True  # the CPU groups sequences in each step
             if cache.enable_prefix_caching and has_attention(model.hf_config):
                 cache.prefix_match_unit = cache.prefix_match_unit or cache.block_size
+            if vllm_config.device_config.device_type != "cpu":
+                _capture_parts(vllm_config.compilation_config)
             return
         cache.sliding_window = None  # each layer has its own
+
+
+def _capture_parts(compilation_config: Any) -> None:
+    """Let CUDA graphs have what is between memories, which ask the host how many tokens each sequence has."""
+    from vllm.config import CUDAGraphMode
+
+    mode = compilation_config.cudagraph_mode
+    if mode is None or mode.has_full_cudagraphs():
+        compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def register() -> None:

@@ -29,6 +29,7 @@ from vllm.model_executor.models.interfaces import (
     SupportsMambaPrefixCaching,
 )
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from hf_memory.integrations.vllm.placement import (
@@ -39,13 +40,14 @@ from hf_memory.integrations.vllm.placement import (
     style,
     window_parts,
 )
-from hf_memory.integrations.vllm.states import Pages, Reading, Shelf, readings
+from hf_memory.integrations.vllm.states import Pages, Projected, Reading, Shelf, readings
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 
 NAME = "model.layers.{}.mixer"  # of the mixer of a layer
+OPERATION = "vllm::hf_memory_mix"  # at which vLLM divides its graph
 
 
 class HeadsAttention(Attention):
@@ -93,19 +95,15 @@ class Attended:
     ) -> tuple[Tensor, None]:
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
         mixer: Any = self.mixer
+        q, k, v = mixer.project_heads(hidden_states, Positions(*position_embeddings))
         sinks = getattr(mixer, "virtual_token", None) or getattr(mixer, "sinks", None)
-        o = attended(mixer, hidden_states, position_embeddings, sinks)
+        o = attended(mixer, q[0], k[0], v[0], sinks)
         return mixer.o_proj(o.flatten(1)[None]), None
 
 
-def attended(
-    mixer: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], sinks: Any
-) -> Tensor:
-    """Outputs [T, H, G, D] of the heads that have vLLM's attention, of hidden states [1, T, hidden_size]."""
-    q, k, v = mixer.project_heads(hidden_states, Positions(*angles))
-    q = q[0].unflatten(1, (k.shape[2], -1))
-    k = k[0]
-    v = v[0]
+def attended(mixer: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any) -> Tensor:
+    """Outputs [T, H, G, D] of the heads that have vLLM's attention, of q [T, HQ, D], k and v [T, H, D], rotated."""
+    q = q.unflatten(1, (k.shape[1], -1))
     virtual = getattr(mixer, "virtual_token", None)
     k = k if virtual is None else k - virtual.keys
     sunk = None if sinks is None else sinks.values
@@ -135,6 +133,25 @@ class HeadSinks(nn.Module):
             set_weight_attrs(parameter, {"weight_loader": load})
 
 
+class Steps:
+    """The readings of a step of vLLM, which all layers with a memory share."""
+
+    def __init__(self, layers: list[int]):
+        self.layers = layers
+        self._metadata: Any = None
+        self._readings: list[Reading] = []
+
+    def of(self, metadata: Any) -> list[Reading]:
+        """Those of the step with this metadata of attention, by name of a layer."""
+        if metadata is not self._metadata:
+            own = {i: metadata[NAME.format(i)] for i in self.layers}
+            any_layer = own[self.layers[0]]
+            slots = {i: x.state_indices_tensor for i, x in own.items()}
+            self._readings = readings(any_layer.query_start_loc, any_layer.seq_lens, slots)
+            self._metadata = metadata
+        return self._readings
+
+
 class Memory(Pages, MambaBase):
     """Replaces a mixer's forward by one that keeps states in pages that vLLM allocates, of one size in all layers.
 
@@ -143,9 +160,11 @@ class Memory(Pages, MambaBase):
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
-    def __init__(self, mixer: Any, layer: int, shelf: Shelf, full: Iterable[HeadsAttention]):
+    def __init__(
+        self, mixer: Any, layer: int, shelf: Shelf, steps: Steps, full: Iterable[HeadsAttention]
+    ):
         super().__init__(mixer, layer, shelf)
-        self.alone = mixer.forward
+        self.steps = steps
         mixer.vllm = nn.ModuleList(full)
         mixer.forward = self.forward  # type: ignore[assignment, method-assign]
 
@@ -164,17 +183,50 @@ class Memory(Pages, MambaBase):
         self.shelf.bind(self.layer, pages)
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings, steps: list[Reading] | None, **kwargs
-    ):
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs
+    ) -> tuple[Tensor, None]:
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
-        if steps is None:  # vLLM measures how much memory these tokens need
-            return self.alone(hidden_states, position_embeddings)
         mixer: Any = self.mixer
-        full = None
+        projected = self.project(hidden_states, position_embeddings)
         if mixer.vllm:
-            o = attended(mixer, hidden_states, position_embeddings, mixer.virtual_token)
-            full = o[:, mixer.full_heads].flatten(1, 2)
-        return self.read(hidden_states, position_embeddings, steps, full), None
+            q, k, v = projected[3:6]
+            if projected.cos is not None:
+                q, k = (x[0] for x in Positions(*position_embeddings).rotate(q[None], k[None]))
+            o = attended(mixer, q, k, v, mixer.virtual_token)
+            projected = projected._replace(attended=o[:, mixer.full_heads].flatten(1, 2))
+        output = hidden_states.new_empty(hidden_states.shape[1], self.width)
+        torch.ops.vllm.hf_memory_mix(*projected, output, NAME.format(self.layer))
+        return self.finish(output), None
+
+    def mix_step(self, projected: Projected, output: Tensor) -> None:
+        """Read the tokens of a step of vLLM, which says whose they are, into the output [T, width]."""
+        metadata: Any = get_forward_context().attn_metadata
+        self.mix(projected, None if metadata is None else self.steps.of(metadata), output)
+
+
+def _mix(
+    hidden_states: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    attended: Tensor | None,
+    output: Tensor,
+    layer_name: str,
+) -> None:
+    """What reads states, as an operation at which vLLM divides its graph."""
+    memory = get_forward_context().no_compile_layers[layer_name]
+    memory.mix_step(Projected(hidden_states, cos, sin, q, k, v, attended), output)
+
+
+def _mix_without_data(*arguments) -> None:
+    return None
+
+
+direct_register_custom_op(
+    OPERATION.partition("::")[2], _mix, mutates_args=["output"], fake_impl=_mix_without_data
+)
 
 
 class ModelForVLLM(nn.Module):
@@ -229,14 +281,18 @@ class ModelForVLLM(nn.Module):
         numbers = count()
         cache = vllm_config.cache_config
         self.memories = memory_layers(self.config)
+        splitting = vllm_config.compilation_config.splitting_ops
+        if self.memories and splitting is not None and OPERATION not in splitting:
+            splitting.append(OPERATION)
         shelf = self._shelf(vllm_config)
+        steps = Steps(self.memories)
         for i, layer in enumerate(self.model.layers):
             name = NAME.format(i)
             mixer = layer.mixer
             if i in self.memories:
                 grows = any(state.growth != "fixed" for state in mixer.spec.values())
                 heads = full_attentions(mixer, mixer.heads[1], numbers, cache) if grows else ()
-                layers[name] = Memory(mixer, i, shelf, heads)
+                layers[name] = Memory(mixer, i, shelf, steps, heads)
                 continue
             if self.config.attention_sinks and isinstance(mixer, WindowedMixer):
                 near = [
@@ -259,6 +315,27 @@ class ModelForVLLM(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits [N, vocab_size] of hidden states [N, hidden_size]."""
         return self.logits_processor(self.lm_head, hidden_states)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors=None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """The tokens of all sequences in one row [T] -> last hidden states [T, hidden_size]."""
+        model = self.model
+        x = (model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)[None]
+        x = x * self.config.embedding_multiplier
+        x = model.run_layers(
+            x,
+            [None] * len(model.layers),
+            own_losses=[],
+            position_ids=positions[None],
+            **model.angles(x, positions[None]),
+            read_values=model._read_values,
+        )
+        return model.norm(x)[0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the tensors of a checkpoint, which has our names."""
@@ -336,55 +413,10 @@ def _virtual(mixer: WindowedMixer, heads: int) -> dict[str, Tensor]:
 class AttentionForVLLM(ModelForVLLM, SupportsLoRA):
     """A model that keeps nothing but keys and values: all that vLLM can do with a Llama, it can do with this."""
 
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors=None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """The tokens of all sequences in one row [T] -> last hidden states [T, hidden_size]."""
-        model = self.model
-        x = (model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)[None]
-        x = x * self.config.embedding_multiplier
-        x = model.run_layers(
-            x,
-            [None] * len(model.layers),
-            own_losses=[],
-            position_ids=positions[None],
-            **model.angles(x, positions[None]),
-            read_values=model._read_values,
-        )
-        return model.norm(x)[0]
 
-
+@support_torch_compile
 class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
     """Any language model of this package, pure or hybrid, in vLLM."""
-
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors=None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs,
-    ) -> Tensor:
-        """The tokens of all sequences in one row [T] -> last hidden states [T, hidden_size]."""
-        steps = None
-        metadata = get_forward_context().attn_metadata
-        if metadata:
-            own = {i: metadata[NAME.format(i)] for i in self.memories}
-            any_layer = own[self.memories[0]]
-            slots = {i: x.state_indices_tensor for i, x in own.items()}
-            steps = readings(any_layer.query_start_loc, any_layer.seq_lens, slots)
-        return self.model(
-            input_ids=None if input_ids is None or inputs_embeds is not None else input_ids[None],
-            inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
-            position_ids=positions[None],
-            attention_mask=dict.fromkeys(self.config.layer_types),  # vLLM separates the sequences
-            use_cache=False,
-            steps=steps,
-        ).last_hidden_state[0]
 
     @classmethod
     def get_mamba_state_shape_from_config(

@@ -1,9 +1,9 @@
 """States of our models in vLLM's pages, and how a mixer reads the tokens of a step. This module needs no vLLM."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_memory.cache import Spec, States, flat, nested
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.windowed import WindowedMixer
 
 ALIGNMENT = 8  # bytes of the widest number
 
@@ -110,13 +111,46 @@ def readings(bounds: Tensor, lengths: Tensor, slots: Mapping[int, Tensor]) -> li
     return found
 
 
+class Projected(NamedTuple):
+    """What a mixer reads of the tokens of a step, all in one row; it depends on nothing but the token and its position.
+
+    Attributes:
+        hidden_states: [T, hidden_size].
+        cos: cosines [T, channels] of the positions by which queries and keys are still to be rotated, or None.
+        sin: their sines.
+        q: queries [T, HQ, D] of heads that are projected, or None, as k and v are then, if the mixer projects them.
+        k: keys [T, H, D].
+        v: values [T, H, V].
+        attended: [T, heads, V], outputs of the queries of heads that keep everything, see `Context`.
+    """
+
+    hidden_states: Tensor
+    cos: Any = None
+    sin: Any = None
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    attended: Any = None
+
+
 class Pages:
-    """The states of one layer for all sequences, and its mixer's forward with them."""
+    """The states of one layer for all sequences, and its mixer's forward with them.
+
+    The forward has three parts, of which the second alone reads states: an engine can compile the others.
+    """
 
     def __init__(self, mixer: MemoryMixer, layer: int, shelf: Shelf):
         self.mixer = mixer
         self.shelf = shelf
         self.layer = layer
+        self.projects = isinstance(mixer, WindowedMixer)  # in the first part
+
+    @property
+    def width(self) -> int:
+        """The number of channels of what the second part gives for each token."""
+        mixer: Any = self.mixer
+        of_heads = mixer.num_output_heads * mixer.value_dim
+        return of_heads if self.projects else mixer.config.hidden_size
 
     @property
     def _stored(self) -> States:
@@ -127,25 +161,25 @@ class Pages:
         here = rows[self.layer]
         if len(here) > 1 or here.device.type != "cpu":
             return {}
+        return {name: x.narrow(0, int(i), 1) for (name, x), i in self._located(rows)}
+
+    def _located(self, rows: dict[int, Tensor]) -> Iterator[tuple[tuple[str, Tensor], Tensor]]:
+        """The states in all pages, by name, and the pages [N] that each is in."""
         places = self.shelf.places[self.layer]
-        return {
-            name: x.narrow(0, int(rows[places[name].page]), 1) for name, x in self._stored.items()
-        }
+        return ((x, rows[places[x[0]].page]) for x in self._stored.items())
 
     def _load(self, rows: dict[int, Tensor]) -> States:
         """The states in some pages: views if there is one sequence, on a CPU, otherwise copies."""
-        places = self.shelf.places[self.layer]
         return self._own(rows) or {
-            name: x.index_select(0, rows[places[name].page]) for name, x in self._stored.items()
+            name: x.index_select(0, page) for (name, x), page in self._located(rows)
         }
 
     def _save(self, rows: dict[int, Tensor], states: States) -> None:
         """Write states to some pages, unless they were changed there."""
-        places = self.shelf.places[self.layer]
         own = self._own(rows)
-        for name, stored in self._stored.items():
+        for (name, stored), page in self._located(rows):
             if not own:
-                stored.index_copy_(0, rows[places[name].page], states[name].to(stored.dtype))
+                stored.index_copy_(0, page, states[name].to(stored.dtype))
             elif own[name].data_ptr() != states[name].data_ptr():
                 own[name].copy_(states[name])
 
@@ -162,19 +196,82 @@ class Pages:
             hidden_states: [1, T, hidden_size]; the output is zero for tokens that are in no reading.
             angles: cosines and sines of the tokens' positions, [1, T, channels] each.
             steps: the result of `readings`.
-            attended: [T, heads, V], outputs of the queries of heads that keep everything, see `Context`.
+            attended: see `Projected`.
         """
-        output = torch.zeros_like(hidden_states[0])
+        projected = self.project(hidden_states, angles)._replace(attended=attended)
+        output = hidden_states.new_empty(hidden_states.shape[1], self.width)
+        self.mix(projected, steps, output)
+        return self.finish(output)
+
+    def project(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> Projected:
+        """The first part, for hidden states [1, T, hidden_size] and the angles of `read`."""
+        cos, sin = (x[0] for x in angles)
+        mixer: Any = self.mixer
+        if not self.projects:
+            where = (cos, sin) if mixer.sees_positions else ()
+            return Projected(hidden_states[0], *where)
+        if mixer.far is not None:  # which wants keys that are not rotated, too
+            q, k, v = (x[0] for x in mixer.project_heads(hidden_states, None))
+            return Projected(hidden_states[0], cos, sin, q, k, v)
+        q, k, v = (x[0] for x in mixer.project_heads(hidden_states, Positions(*angles)))
+        return Projected(hidden_states[0], None, None, q, k, v)
+
+    def mix(self, projected: Projected, steps: list[Reading] | None, output: Tensor) -> None:
+        """The second part, into the output [T, width]. Without steps the tokens are one text that is not kept."""
+        T = len(output)
+        if steps is None:
+            tokens = torch.arange(T, device=output.device)[None]
+            mixed, _ = self._mixed(projected, Reading(tokens, {}, 0), {})
+            output.copy_(mixed[0])
+            return
+        if sum(step.tokens.numel() for step in steps) < T:
+            output.zero_()
         for step in steps:
-            positions = (
-                Positions(*(step.of(x[0]) for x in angles)) if self.mixer.sees_positions else None
-            )
-            states = {} if step.uniform_length == 0 else nested(self._load(step.rows))
-            full = None if attended is None else step.of(attended)
-            context = Context(
-                positions, None, None, states, uniform_length=step.uniform_length, attended=full
-            )
-            mixed, states = self.mixer.mix_after(step.of(hidden_states[0]), context)
-            self._save(step.rows, flat(states))
+            if self._reads_in_place(step):
+                pages = {name: page for (name, _), page in self._located(step.rows)}
+                mixed, _ = self._mixed(projected, step, dict(self._stored), pages)
+            else:
+                states = {} if step.uniform_length == 0 else nested(self._load(step.rows))
+                mixed, states = self._mixed(projected, step, states)
+                self._save(step.rows, flat(states))
             output[step.tokens] = mixed
-        return output[None]
+
+    def finish(self, mixed: Tensor) -> Tensor:
+        """The third part: outputs [1, T, hidden_size] from those of the second [T, width]."""
+        mixer: Any = self.mixer
+        return mixer.o_proj(mixed[None]) if self.projects else mixed[None]
+
+    def _reads_in_place(self, step: Reading) -> bool:
+        """Whether several sequences on a CPU have one token each, and the mixer finds their states by itself."""
+        N, T = step.tokens.shape
+        mixer: Any = self.mixer
+        is_decoded = T == 1 < N and step.uniform_length != 0
+        return (
+            is_decoded and self.projects and mixer.reads_pages and step.tokens.device.type == "cpu"
+        )
+
+    def _mixed(
+        self,
+        projected: Projected,
+        step: Reading,
+        states: States,
+        pages: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, States]:
+        """Outputs [N, T, width] of the tokens of a reading, and the states after them; for pages see `Context`."""
+        mixer: Any = self.mixer
+        of_step = Projected._make(None if x is None else step.of(x) for x in projected)
+        positions = None if of_step.cos is None else Positions(of_step.cos, of_step.sin)
+        context = Context(
+            positions,
+            None,
+            None,
+            states,
+            uniform_length=step.uniform_length,
+            attended=of_step.attended,
+            pages=pages,
+        )
+        if self.projects:
+            return mixer.attend_after(
+                of_step.hidden_states, of_step.q, of_step.k, of_step.v, context
+            )
+        return mixer.mix_after(of_step.hidden_states, context)
