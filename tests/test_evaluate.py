@@ -203,7 +203,7 @@ def test_scores_need_no_text(run, folder, tmp_path):
     out = tmp_path / "out"
     code, _, err = run("evaluate", model, "--tasks", "turns,recall", "--output", out)
     assert code == 2
-    assert "text must be given, except for instructions, retrieval, " in err
+    assert "text must be given for recall; of all tasks only instructions, retrieval, " in err
     settings = tmp_path / "settings.yaml"
     settings.write_text("score-lengths: 200,9999")
     code, shown, err = run(

@@ -144,7 +144,7 @@ def evaluate(
         raise ValueError(f"tasks must be from {', '.join(TASKS)}, got {', '.join(unknown)}")
     if flags.text is None and (others := [name for name in chosen if name not in NEED_NO_TEXT]):
         raise ValueError(
-            f"text must be given, except for {', '.join(NEED_NO_TEXT)}, got tasks {', '.join(others)}"
+            f"text must be given for {', '.join(others)}; of all tasks only {', '.join(NEED_NO_TEXT)} need none"
         )
     how = flags.settings()
     store = Datastore(datastore) if datastore else None

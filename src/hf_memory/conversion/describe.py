@@ -89,8 +89,10 @@ def device_rows(plan: Plan, training: Mapping[str, Any], words: str) -> list[tup
         fits = f"{cost.peak / 1e9:.1f} of {device.memory / 1e9:.0f} GB of a GPU at most"
         rows += [(f"{cost.stage.name} on {words}", fits), ("", f"GB by part: {parts}")]
         seconds = cost.seconds(device, number)
-        speed = f"{cost.tokens / seconds:,.0f} tokens/s, {timedelta(seconds=round(seconds))}"
-        rows += [("", f"{cost.flops:.2g} operations, at {UTILISATION:.0%} of the peak {speed}")]
+        time = f"{timedelta(seconds=round(seconds))}, {cost.tokens / seconds:,.0f} tokens/s"
+        rows += [
+            ("", f"{time}, if {cost.flops:.2g} operations run at {UTILISATION:.0%} of its peak")
+        ]
     return rows
 
 
