@@ -121,16 +121,6 @@ def test_bits_of_the_keys_and_values_that_can_have_them_are_taken():
     assert {state.bits for spec in model.config.state_specs for state in spec.values()} == {8, None}
 
 
-@every_case_with_bits
-def test_a_layer_that_rounds_is_not_exactly_attention(name):
-    layers = range(2)
-    config = make_config(CASE[name])
-    exact = make_config(CASE[name], cache_bits=None)
-    for i, spec in zip(layers, config.state_specs):
-        is_rounded = any(state.bits for state in spec.values())
-        assert config.exact_up_to(i, 2) == (None if is_rounded else exact.exact_up_to(i, 2))
-
-
 def test_generate_says_how_to_set_bits():
     with pytest.raises(ValueError, match=r"set model.config.cache_bits, .*got cache_bits=4"):
         make_model(CASE["attention-kept"]).generate(random_tokens(1, 4), cache_bits=4)

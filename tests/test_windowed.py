@@ -356,5 +356,3 @@ def test_heads_with_a_window_equal_attention_up_to_its_length_in_each_family(con
     config = config_class(**SIZES, **layers, **options)
     assert config.exact_up_to(0, 7) == 7
     assert config.exact_up_to(0, 8) is None
-    rounded = config_class(**SIZES, **layers, **options, cache_bits=8)
-    assert rounded.exact_up_to(0, 7) is None

@@ -250,11 +250,9 @@ class MemoryConfig(
     def exact_up_to(self, layer_idx: int, length: int) -> int | None:
         """How many tokens a token sees in a text of `length`, if the layer starts as softmax attention; else None.
 
-        See `Convertible.exact_up_to` of its mixer. None, too, if the layer rounds keys and values to few bits.
+        See `Convertible.exact_up_to` of its mixer. With `cache_bits` this is attention up to the rounding of its keys
+        and values, which no training of the layer takes away.
         """
-        spec = flat(self.mixer_class(layer_idx).state_spec(self, layer_idx))
-        if any(state.bits for state in spec.values()):
-            return None
         return self.mixer_class(layer_idx).exact_up_to(self, layer_idx, length)
 
     def mixer_class(self, layer_idx: int) -> Any:
