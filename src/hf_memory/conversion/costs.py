@@ -205,9 +205,9 @@ def _keeping_alike(config: PreTrainedConfig, length: int) -> PreTrainedConfig:
         return config
     config = copy.deepcopy(config)
     block = config.kept_block_size  # type: ignore[attr-defined]
-    more = min(length // BLOCKS - block, kept) // block * block  # tokens of a block
-    config.num_kept_tokens = kept - max(0, more)  # type: ignore[attr-defined]
-    config.kept_block_size = block + max(0, more)  # type: ignore[attr-defined]
+    more = max(0, min(length // BLOCKS - block, kept) // block * block)  # tokens of a block
+    config.num_kept_tokens = kept - more  # type: ignore[attr-defined]
+    config.kept_block_size = block + more  # type: ignore[attr-defined]
     return config
 
 

@@ -194,14 +194,33 @@ class Qwen35Mixer(GatedDeltaNet):
         return Projected(self.in_proj_qkv(hidden_states), beta, g, gate)
 
 
-class OlmoHybridMixer(GatedDeltaNet):
+class ProjectedApart:
+    """Names of projections that OLMo-Hybrid and Kimi Linear share."""
+
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    b_proj: Any
+    o_norm: Any
+    o_proj: Any
+
+    def projected_apart(self, hidden_states: Tensor) -> Tensor:
+        """Queries, keys and values [B, T, channels] in one tensor, from the projection of each."""
+        return torch.cat(
+            [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], -1
+        )
+
+    def output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
+        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+
+
+class OlmoHybridMixer(ProjectedApart, GatedDeltaNet):
     """A projection of each input, and a write strength that can reach 2."""
 
     allow_neg_eigval: bool
     a_proj: Any
-    b_proj: Any
     g_proj: Any
-    o_norm: Any
 
     def projected(self, hidden_states: Tensor) -> Projected:
         """What depends on each token [B, T, hidden_size] alone."""
@@ -210,22 +229,16 @@ class OlmoHybridMixer(GatedDeltaNet):
         if self.allow_neg_eigval:
             beta = 2 * beta
         g = self.decay(self.a_proj(hidden_states))
-        return Projected(separately_projected(self, hidden_states), beta, g, gate)
-
-    def output(self, o: Tensor, gate: Tensor) -> Tensor:
-        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
-        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+        return Projected(self.projected_apart(hidden_states), beta, g, gate)
 
 
-class KimiLinearMixer(NativeMixer):
+class KimiLinearMixer(ProjectedApart, NativeMixer):
     """Kimi Delta Attention: as many key heads as value heads, and a decay for each key channel."""
 
     num_heads: int
     forget_gate: Any
-    b_proj: Any
     g_a_proj: Any
     g_b_proj: Any
-    o_norm: Any
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -237,18 +250,7 @@ class KimiLinearMixer(NativeMixer):
         gate = self.g_b_proj(self.g_a_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
         beta = upcast(self.b_proj(hidden_states)).sigmoid()
         g = self.forget_gate(hidden_states)
-        return Projected(separately_projected(self, hidden_states), beta, g, gate)
-
-    def output(self, o: Tensor, gate: Tensor) -> Tensor:
-        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
-        return self.o_proj(self.o_norm(o, gate).flatten(-2))
-
-
-def separately_projected(mixer: NativeMixer, hidden_states: Tensor) -> Tensor:
-    """Queries, keys and values [B, T, channels] in one tensor, from the projection of each."""
-    return torch.cat(
-        [proj(hidden_states) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], -1
-    )
+        return Projected(self.projected_apart(hidden_states), beta, g, gate)
 
 
 MIXERS: dict[str, type[NativeMixer]] = {  # by the name of transformers' class

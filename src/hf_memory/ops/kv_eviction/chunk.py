@@ -3,7 +3,7 @@
 The backward pass is written out. It knows which entries each block has seen, so it reads many blocks at once.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ class Read(NamedTuple):
     o: Tensor  # [blocks, B, H, G * c, D]
     mass: Tensor | None  # [blocks, B, H, G * c], the logarithm
     weights: Tensor | None  # [blocks, B, H, G * c, n] in the dtype of v, for gradients
-    places: Tensor  # [blocks, B, H, n] int32, of the entries
+    places: Tensor | None  # [blocks, B, H, n] int32, of the entries, for gradients
     held: Tensor  # [B, H, stay], places of the entries that are held in the end
     received: Tensor  # [B, H, stay + T], by these, and by each new token in its own block
 
@@ -188,8 +188,8 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, number, received, query_mask, rule):
-        with one_thread() if _is_small(q, k, rule) else nullcontext():
-            read = _read_blocks(q, k, v, number, received, query_mask, rule, needs_weights=True)
+        with _threads(q, k, rule):
+            read = _read_blocks(q, k, v, number, received, query_mask, rule, learns=True)
         ctx.save_for_backward(q, k, v, read.o, read.weights, read.places)
         ctx.rule = rule
         ctx.mark_non_differentiable(read.held, read.received)
@@ -198,17 +198,20 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, do, dmass, *_):
-        saved = ctx.saved_tensors
-        q, k = saved[:2]
-        with one_thread() if _is_small(q, k, ctx.rule) else nullcontext():
-            gradients = _gradients(*saved, do, dmass, ctx.rule)
+        q, k, *others = ctx.saved_tensors
+        with _threads(q, k, ctx.rule):
+            gradients = _gradients(q, k, *others, do, dmass, ctx.rule)
         return *gradients, None, None, None, None
 
 
-def _is_small(q: Tensor, k: Tensor, rule: Rule) -> bool:
-    """Whether all operations are small, of queries [blocks, B, H, G * c, D] and keys [B, H, stay + T, D]."""
+def _threads(q: Tensor, k: Tensor, rule: Rule) -> AbstractContextManager[None]:
+    """A context with one thread on a CPU, if operations on a block of queries and the entries that it sees are small.
+
+    Of queries [blocks, B, H, G * c, D] and keys [B, H, stay + T, D].
+    """
     entries = k.shape[2] - (len(q) - 1) * rule.block  # that a block sees
-    return q.device.type == "cpu" and q[0, ..., 0].numel() * entries <= SCORES
+    is_small = q.device.type == "cpu" and q[0, ..., 0].numel() * entries <= SCORES
+    return one_thread() if is_small else nullcontext()
 
 
 def _gradients(
@@ -250,7 +253,7 @@ def _read_blocks(
     received: Tensor,
     query_mask: Tensor,
     rule: Rule,
-    needs_weights: bool = False,
+    learns: bool = False,
 ) -> Read:
     """Read one block after the other."""
     c = rule.block
@@ -267,8 +270,9 @@ def _read_blocks(
     decays = rule.decay ** counts[..., :1]
     first_rows = _first_rows(k)
     outputs = []
-    weights = v.new_empty(blocks, B, H, queries, stay + c) if needs_weights else None
-    places_of_blocks = []
+    shape = blocks, B, H, queries, stay + c
+    weights = v.new_empty(shape) if learns else None
+    seen = number.new_empty(blocks, B, H, stay + c, dtype=torch.int32) if learns else None
     received_by_blocks = []
     for n in range(blocks):
         at = torch.cat([held, new_places[n]], 2)
@@ -277,11 +281,12 @@ def _read_blocks(
         token = number.gather(2, at)
         scores = _scores(q[n], _select(k, rows), token, later, rule)
         p = scores.softmax(-1)
+        if seen is not None:
+            seen[n] = at
         rounded = p.to(v.dtype) if weights is None else weights[n].copy_(p)
         o = rounded @ _select(v, rows)
         outputs.append([o, scores.logsumexp(-1)] if rule.needs_mass else [o])
         u = decays[n, :, :, 0] * u + (counts[n] @ p).squeeze(2)
-        places_of_blocks.append(at)
         received_by_blocks.append(u[:, :, stay:])
         ends = token[:, :1, -1:] > 0
         order = places_that_stay(token, u, ends, stay, rule.first, rule.window)
@@ -289,8 +294,7 @@ def _read_blocks(
         u = u.gather(2, order)
     o, *mass = (torch.stack(x) for x in zip(*outputs))
     received = torch.cat([u, *received_by_blocks], 2)
-    places = torch.stack(places_of_blocks).int()
-    return Read(o, mass[0] if mass else None, weights, places, held, received)
+    return Read(o, mass[0] if mass else None, weights, seen, held, received)
 
 
 def _by_block(q: Tensor, H: int, block: int) -> Tensor:
