@@ -31,12 +31,14 @@ FILES = (
 TOOLS = ("pytest>=8.4", "pytest-xdist>=3.7", "datasets>=4", "trl")  # for tests alone
 INSTALL = {
     "oldest": ["numpy<2.4"],  # with which Triton 3.6 interprets kernels
-    "newest": ["--upgrade", "--upgrade-strategy", "eager"],
+    "newest": ["--upgrade", "--upgrade-strategy", "eager", "torchao>=0.18"],
 }
 SPILLS = "tests/test_kernels.py::test_kernels_compile_ahead_of_time_without_spills"
 TEST = {
     "oldest": ["--deselect", SPILLS],  # Triton 3.6 compiles them, and 28 to 128 bytes spill
-    "newest": [],
+    "newest": [
+        "tests/test_torchao.py"
+    ],  # here alone: every program prints its warnings once it is installed
 }
 
 
