@@ -195,7 +195,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """
         self.is_padded |= "attention_mask" in inputs
         self._store(states)
-        self.tokens_read += _length(inputs)
+        self.tokens_read += output.shape[1]
         self.is_initialized = True
         if self.record_past:
             self._record(inputs)

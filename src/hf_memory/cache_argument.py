@@ -4,7 +4,7 @@ Models of this package accept both names, whatever version is installed. A cache
 have `**kwargs`, in which it would vanish, and each token would then be read as the first of its text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -32,15 +32,21 @@ def takes_cache(function: Callable, name: str = "cache") -> Callable:
         ValueError: when called with two different caches, or with a cache under another name.
     """
 
+    declared = frozenset(signature(function).parameters)
+
     @wraps(function)
     def with_cache(*args, **kwargs):
-        return function(*args, **named_cache(kwargs, name))
+        return function(*args, **named_cache(kwargs, name, declared))
 
     return with_cache
 
 
-def named_cache(kwargs: dict[str, Any], name: str = "cache") -> dict[str, Any]:
+def named_cache(
+    kwargs: dict[str, Any], name: str = "cache", declared: Container[str] = ()
+) -> dict[str, Any]:
     """Keyword arguments in which the cache, if there is one, has this name.
+
+    Those that a function has `declared` need no check: it would not pass over a cache among them.
 
     Raises:
         ValueError: if there are two different caches, or one under an unknown name.
@@ -49,7 +55,8 @@ def named_cache(kwargs: dict[str, Any], name: str = "cache") -> dict[str, Any]:
     named = {}
     for key, value in kwargs.items():
         if key not in NAMES:
-            check_no_cache(key, value)
+            if key not in declared:
+                check_no_cache(key, value)
             named[key] = value
         elif value is not None:
             if cache is not None and cache is not value:

@@ -20,7 +20,6 @@ from hf_memory.mixers.attention_blocks import (
 from hf_memory.mixers.base import Context
 from hf_memory.ops.attention_in_bits import attention_in_bits, reads_bytes
 from hf_memory.ops.bits import pack_both, rounded, unpack
-from hf_memory.ops.dispatch import Backend
 from hf_memory.ops.exported import varies
 from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
@@ -36,6 +35,7 @@ class Seen(NamedTuple):
         None  # key and value [B, 1, H, D] of the token that leaves a ring, if they are asked for
     )
     bits: Any = None  # of packed rows, see `hf_memory.ops.bits`
+    backend: Any = None  # of the op that reads packed rows
     always: Any = None  # key and value [1, 1, H, D] that packed rows come after, if there are any
 
     def without(self, lead: int) -> "Seen":
@@ -56,33 +56,29 @@ class Seen(NamedTuple):
         visible = None if self.visible is None else F.pad(self.visible, (1, 0), value=True)
         return Seen(keys, values, visible, self.left)
 
-    def attend(self, q: Tensor, scores: Scores, backend: Backend) -> Tensor:
+    def attend(self, q: Tensor, scores: Scores) -> Tensor:
         """Attention of queries [B, 1, H, groups, D] whose scores do not depend on positions: [B, 1, H, groups, V]."""
-        is_in_bits = self._is_read_in_bits(q, scores, backend)
+        is_in_bits = self.bits is not None and self._is_read_in_bits(q, scores)
         if scores.is_plain and not is_in_bits:
-            seen = self._numbers(q)
+            seen = self if self.bits is None else self._numbers(q)
             return scores.attend_one(q, seen.keys, seen.values, seen.visible)
         by_head = q.flatten(2, 3)
         if is_in_bits:
-            o = self._attend_to_bytes(by_head, scores, backend, needs_mass=False)[0]
+            o = self._attend_to_bytes(by_head, scores, needs_mass=False)[0]
         else:
             o = scores.attend_with_mass(self._blocks(by_head))[0]
         return o.unflatten(2, q.shape[2:4])
 
-    def attend_with_mass(self, q: Tensor, scores: Scores, backend: Backend) -> Attended:
+    def attend_with_mass(self, q: Tensor, scores: Scores) -> Attended:
         """Outputs [B, 1, HQ, V] of queries [B, 1, HQ, D], and the logarithms of their mass [B, 1, HQ]."""
-        if self._is_read_in_bits(q, scores, backend):
-            return self._attend_to_bytes(q, scores, backend)
+        if self.bits is not None and self._is_read_in_bits(q, scores):
+            return self._attend_to_bytes(q, scores)
         return scores.attend_with_mass(self._blocks(q))
 
-    def _is_read_in_bits(self, q: Tensor, scores: Scores, backend: Backend) -> bool:
-        if self.bits is None:
-            return False
-        return scores._replace(softcap=None).is_plain and reads_bytes(q, backend)
+    def _is_read_in_bits(self, q: Tensor, scores: Scores) -> bool:
+        return scores._replace(softcap=None).is_plain and reads_bytes(q, self.backend)
 
-    def _attend_to_bytes(
-        self, q: Tensor, scores: Scores, backend: Backend, needs_mass: bool = True
-    ) -> Any:
+    def _attend_to_bytes(self, q: Tensor, scores: Scores, needs_mass: bool = True) -> Any:
         """The same for packed rows; the mass is None if it is not asked for."""
         B, _, HQ, D = q.shape
         H = self.keys.shape[2]
@@ -95,7 +91,7 @@ class Seen(NamedTuple):
             scale=scores.scaling,
             softcap=scores.softcap,
             needs_mass=needs_mass or self.always is not None,
-            backend=backend,
+            backend=self.backend,
         )
         attended: Any = o.view(q.shape), None if mass is None else mass.view(B, 1, HQ)
         if self.always is None:
@@ -105,13 +101,11 @@ class Seen(NamedTuple):
         return joined_softmax(attended, scores.attend_with_mass(alone._blocks(q)))
 
     def _blocks(self, q: Tensor) -> Blocks:
-        seen = self._numbers(q)
+        seen = self if self.bits is None else self._numbers(q)
         return Blocks(q, seen.keys, seen.values, seen.visible, None, None)  # type: ignore[arg-type]
 
     def _numbers(self, q: Tensor) -> "Seen":
         """The same with numbers for packed rows, as many for each row as queries have and in their dtype."""
-        if self.bits is None:
-            return self
         keys, values = (
             unpack(x, q.shape[-1], self.bits, q.dtype) for x in (self.keys, self.values)
         )
@@ -391,6 +385,7 @@ class InBits(NamedTuple):
 
     past: Any  # Everything, Window, or a Ring without `lead`
     bits: int
+    config: Any  # whose `mixer_backend` reads packed rows
 
     @property
     def first(self) -> int:
@@ -422,7 +417,8 @@ class InBits(NamedTuple):
         left = seen.left
         if left is not None and left[0] is not None:
             left = self._numbers(left[0], left[1], k, v)
-        return seen._replace(left=left, bits=self.bits, always=always)
+        backend = self.config.mixer_backend
+        return seen._replace(left=left, bits=self.bits, backend=backend, always=always)
 
     def extend(self, new: States, context: Context) -> tuple[list[Any], States]:
         """See `Ring.extend`; for other states of the same tokens, which are not packed."""
@@ -447,9 +443,10 @@ class InBits(NamedTuple):
         return [unpack(x, like.shape[-1], self.bits, like.dtype) for x, like in pairs]
 
 
-def in_bits(past: Any, bits: int | None) -> Any:
-    """A past whose keys and values are stored in 8 or 4 bits, or the past itself if it is None."""
-    return past if bits is None else InBits(past, bits)
+def in_bits(past: Any, config: Any, kind: str) -> Any:
+    """A past whose keys and values are stored in the bits of their kind, or the past itself if there are none."""
+    bits = config.bits_of(kind)
+    return past if bits is None else InBits(past, bits, config)
 
 
 def _first_of_packed(k: Tensor, v: Tensor, place: Tensor, cu_seqlens: Tensor) -> Columns:

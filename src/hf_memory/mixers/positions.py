@@ -47,7 +47,8 @@ class Positions(NamedTuple):
         if q.shape[1] > 1:
             return self.turn(q), self.turn(k)
         both = self.turn(torch.cat([q, k], 2))  # calls cost more than the copy
-        return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
+        q, k = both.split_with_sizes((q.shape[2], k.shape[2]), 2)
+        return q, k
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate one tensor [B, T, H, D]."""

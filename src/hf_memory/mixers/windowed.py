@@ -238,7 +238,7 @@ class WindowedMixer(MemoryMixer):
         """
         self._check_heads(k)
         rotated, k = self.rotate(q, k, context.positions)
-        by_group = len(k), 1, k.shape[2], -1, k.shape[3]
+        by_group = k.shape[0], 1, k.shape[2], -1, k.shape[3]
         of_all_heads: tuple[Tensor, ...] = rotated.view(by_group), k, v
         outputs: list[Tensor] = []
         states: States = {}  # that are neither changed in place nor grown in the context's dict
@@ -402,15 +402,14 @@ class WindowedMixer(MemoryMixer):
             always = self._always(heads)
         seen = near_past.read_one(k, v, context, always)
         scores = self.scores
-        backend = self.config.mixer_backend
         if self.far is None and self.sinks is None:
-            return seen.attend(rotated, scores, backend), {}
+            return seen.attend(rotated, scores), {}
         if self.far is None and near_past.lead and scores.is_plain:
-            return self._with_sink_scores(seen).attend(rotated, scores, backend), {}
+            return self._with_sink_scores(seen).attend(rotated, scores), {}
         if self.sinks is not None:
             seen = seen.without(near_past.lead)
         by_head = rotated.flatten(2, 3)
-        attended = self._with_sinks(seen.attend_with_mass(by_head, scores, backend))
+        attended = self._with_sinks(seen.attend_with_mass(by_head, scores))
         if self.far is None:
             return attended[0].unflatten(2, groups), {}
         key, value = seen.left
@@ -473,7 +472,7 @@ class WindowedMixer(MemoryMixer):
         q, k, v = rows
         always = None if self.virtual_token is None else self._always(heads)
         seen = self.full_past.read_one(k, v, context, always)
-        return seen.attend(q, self.scores, self.config.mixer_backend)
+        return seen.attend(q, self.scores)
 
     def _always(self, heads: list[slice]) -> list[Tensor]:
         """The key and the value of the virtual token of some heads [1, 1, H, D]."""
@@ -550,7 +549,7 @@ def _kv_eviction(config, layer_idx: int) -> KVEviction:
 
 def _near_past(config, layer_idx: int, *, leaves: bool = True) -> Any:
     ring = _ring(config, layer_idx, config.sliding_window, config.bits_of("window"))
-    return in_bits(ring._replace(leaves=leaves), config.bits_of("window"))
+    return in_bits(ring._replace(leaves=leaves), config, "window")
 
 
 def _full_past(config, layer_idx: int) -> Any:
@@ -558,7 +557,7 @@ def _full_past(config, layer_idx: int) -> Any:
     past: Any = Everything("full_")
     if (longer := config.full_attention_window) is not None:
         past = _ring(config, layer_idx, longer, bits)._replace(prefix="full_", leaves=False)
-    return in_bits(past, bits)
+    return in_bits(past, config, "full_attention_heads")
 
 
 def _ring(config, layer_idx: int, tokens: int, bits: int | None) -> Ring:

@@ -110,7 +110,8 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
         x = self._norm(before, hidden_states)
         if self.is_local:
             kwargs["position_embeddings"] = local_embeddings
-        kwargs["with_own_loss"] = self.training
+        if self.training:
+            kwargs["with_own_loss"] = True
         if cu_seqlens is None:
             output, _, *own_losses = self.mixer(x, **kwargs)
             return self._added(after, output), own_losses

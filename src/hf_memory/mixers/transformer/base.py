@@ -80,7 +80,7 @@ class TransformerMixer(MemoryMixer):
     def stored(cls, past: Any, config, layer_idx: int) -> Any:
         """A past in the bits that the config says."""
         kinds = cls.kinds_in_bits(config, layer_idx)
-        return in_bits(past, config.bits_of(kinds[0])) if kinds else past
+        return in_bits(past, config, kinds[0]) if kinds else past
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
