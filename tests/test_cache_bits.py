@@ -2,24 +2,43 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 
-from cases import CASE, SIZES, go_on, make_config, make_model, random_tokens, read
+from cases import CASE, CASES, SIZES, go_on, make_config, make_model, random_tokens, read
 from comparing import assert_close
+from hf_memory import load_memory, save_memory
 from hf_memory.cache import state_bytes
+from hf_memory.cache_argument import cache_of
 from hf_memory.conversion import Recipe, convert
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.evaluation import cache_bytes
 
 NAMES = [name for name in CASE if name.endswith("-bits")]
 every_case_with_bits = pytest.mark.parametrize("name", NAMES)
+STORES = {  # other mixers that hold keys and values in bits, with options of a case
+    "titans-mag": {},
+    "titans-mac": {},
+    "mosaic-full": {},
+    "transformer-memorizing": {"past": ["memorizing", "xl"]},
+}
+every_store = pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in NAMES), *((n, {**x, "cache_bits": 8}) for n, x in STORES.items())],
+    ids=[*NAMES, *STORES],
+)
 
 
-@every_case_with_bits
+@every_store
 @torch.no_grad()
-def test_a_text_is_the_same_however_it_is_divided(name):
+def test_a_text_is_the_same_however_it_is_divided(name, options):
     """Queries see the numbers that the cache holds, also without a cache, and in the call that reads a token."""
-    model = make_model(CASE[name]).double()
+    model = make_model(CASE[name], **options).double()
     tokens = random_tokens(2, 14)
     expected = model(tokens).logits
     for lengths in ([14], [5, 4, 5], [1] * 14):
@@ -29,14 +48,14 @@ def test_a_text_is_the_same_however_it_is_divided(name):
         )
 
 
-@every_case_with_bits
+@every_store
 @torch.no_grad()
-def test_few_bits_change_logits_a_little(name):
+def test_few_bits_change_logits_a_little(name, options):
     tokens = random_tokens(2, 14)
-    exact = make_model(CASE[name], cache_bits=None).double()(tokens).logits
+    exact = make_model(CASE[name], **{**options, "cache_bits": None}).double()(tokens).logits
     errors = {}
     for bits in (8, 4):
-        model = make_model(CASE[name], cache_bits=bits).double()
+        model = make_model(CASE[name], **{**options, "cache_bits": bits}).double()
         errors[bits] = (model(tokens).logits - exact).norm() / exact.norm()
     assert 0 < errors[8] < 0.02
     assert errors[8] < errors[4] < 0.3
@@ -99,7 +118,7 @@ def test_bits_that_no_state_can_have_are_refused(bits, named):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("titans-mag", r"None since keys and values of layers \[0, 1\] have all bits"),
+        ("transformer-forget", r"None since keys and values of layers \[0, 1\] have all bits"),
         (
             "transformer-infinite",
             r"None, or a dict with some of \['memory'\], since .* layers \[\d",
@@ -121,9 +140,22 @@ def test_bits_of_the_keys_and_values_that_can_have_them_are_taken():
     assert {state.bits for spec in model.config.state_specs for state in spec.values()} == {8, None}
 
 
-def test_generate_says_how_to_set_bits():
-    with pytest.raises(ValueError, match=r"set model.config.cache_bits, .*got cache_bits=4"):
-        make_model(CASE["attention-kept"]).generate(random_tokens(1, 4), cache_bits=4)
+@pytest.mark.parametrize(
+    ("name", "bits"), [("attention-kept", 4), ("deltanet", {"recurrent_states": 16})]
+)
+def test_generate_takes_the_bits_of_its_cache(name, bits):
+    how = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 3}
+    tokens = random_tokens(1, 9)
+    model = make_model(CASE[name])
+    before = model.generate(tokens, **how)
+    found = model.generate(tokens, cache_bits=bits, **how)
+    expected = make_model(CASE[name], cache_bits=bits).generate(tokens, **how)
+    assert all(map(torch.equal, found.logits, expected.logits))
+    assert state_bytes(cache_of(found)) == state_bytes(cache_of(expected))
+    assert all(map(torch.equal, model.generate(tokens, **how).logits, before.logits))
+    with pytest.raises(ValueError, match="cache_bits"):
+        model.generate(tokens, cache_bits=3)
+    assert model.config.cache_bits is None
 
 
 def test_chunks_of_a_training_text_are_refused_since_bits_have_no_gradients():
@@ -132,13 +164,13 @@ def test_chunks_of_a_training_text_are_refused_since_bits_have_no_gradients():
         model.model(random_tokens(1, 8), chunk_length=4)
 
 
-@every_case_with_bits
-def test_gradients_are_nearly_those_without_rounding(name):
+@every_store
+def test_gradients_are_nearly_those_without_rounding(name, options):
     """Training sees rounded keys and values, and their gradients are those of the numbers that are rounded."""
     tokens = random_tokens(2, 14)
     gradients = {}
     for bits in (None, 8):
-        model = make_model(CASE[name], cache_bits=bits).double()
+        model = make_model(CASE[name], **{**options, "cache_bits": bits}).double()
         model(tokens, labels=tokens).loss.backward()
         gradients[bits] = torch.cat([x.grad.flatten() for x in model.parameters()])
     assert (gradients[8] - gradients[None]).norm() < 0.2 * gradients[None].norm()
@@ -185,3 +217,72 @@ def test_a_student_has_bits_of_heads_that_a_conversion_chooses():
     assert any(student.config.full_attention_heads)
     assert {x.bits for spec in specs for name, x in spec.items() if name == "full_keys"} == {4}
     assert {x.bits for spec in specs for name, x in spec.items() if name == "keys"} == {8}
+
+
+# A matrix, one of each level, weights that learn in chunks, and a window beside them.
+RECURRENT = ["linear-elu", "deltanet", "rwkv7", "log-linear-mamba2", "mesa", "titans-mac", "lact"]
+every_recurrent_case = pytest.mark.parametrize("name", RECURRENT)
+
+
+@every_recurrent_case
+@pytest.mark.parametrize("bits", [16, 8])
+@torch.no_grad()
+def test_matrices_are_rounded_once_at_the_end_of_a_call(name, bits):
+    tokens = random_tokens(2, 14)
+    exact = make_model(CASE[name]).double()(tokens).logits
+    model = make_model(CASE[name], cache_bits={"recurrent_states": bits}).double()
+    cache = DynamicCache(config=model.config)
+    assert_close(go_on(model, cache, tokens[:, :9]), exact[:, :9])
+    error = (go_on(model, cache, tokens[:, 9:]) - exact[:, 9:]).norm()
+    assert 0 < error < 0.05 * exact[:, 9:].norm()
+    cache = read(model.float(), tokens)
+    assert state_bytes(cache) == 2 * cache_bytes(model.config, 14)  # of two rows
+
+
+@every_recurrent_case
+@torch.no_grad()
+def test_caches_with_rounded_matrices_are_moved_and_undone_like_others(name):
+    model = make_model(CASE[name], cache_bits={"recurrent_states": 8}).double()
+    tokens = random_tokens(2, 14)
+    expected = go_on(model, read(model, tokens[:, :9]), tokens[:, 9:10])
+    cache = read(model, tokens[:, :9])
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.activate_past_recording()
+    go_on(model, cache, tokens[:, 10:].flip(0))
+    cache.crop(-4)
+    assert_close(go_on(model, cache, tokens[:, 9:10].flip(0)).flip(0), expected)
+    static = StaticCache(config=model.config, max_cache_len=16)
+    go_on(model, static, tokens[:, :9])
+    assert_close(go_on(model, static, tokens[:, 9:10]), expected)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_rounded_matrices_are_saved_as_they_are(bits, tmp_path):
+    model = make_model(CASE["titans-mac"], cache_bits={"recurrent_states": bits, "window": 8})
+    cache = read(model, random_tokens(2, 9))
+    save_memory(cache, tmp_path / "memory", model)
+    for layer, loaded in zip(cache.layers, load_memory(tmp_path / "memory", model).layers):
+        assert all(torch.equal(x, loaded.states[name]) for name, x in layer.states.items())
+
+
+def test_bits_of_matrices_are_named_and_refused_where_there_are_none():
+    bits = {"recurrent_states": 4}
+    with pytest.raises(
+        ValueError, match=r"cache_bits of 'recurrent_states' must be one of \(16, 8\)"
+    ):
+        make_config(CASE["gla"], cache_bits=bits)
+    with pytest.raises(ValueError, match=r"a dict with some of \['memory'\]"):
+        make_config(CASE["deltaformer"], cache_bits=bits)
+    for case in CASES:
+        config = make_config(case)
+        states = [state for spec in config.state_specs for state in spec.values()]
+        is_named = "recurrent_states" in config.kinds_in_bits
+        assert is_named == any(state.is_recurrent for state in states), case.name
+
+
+def test_a_number_of_bits_leaves_matrices_as_they_are():
+    """Which lose more than keys and values do."""
+    config = make_config(CASE["titans-mag"], cache_bits=8)
+    spec = config.state_specs[0]
+    assert spec["attention.keys"].bits == 8
+    assert spec["memory.weights"].bits is None

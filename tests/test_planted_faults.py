@@ -45,7 +45,7 @@ from hf_memory.evaluation import counts, language, scores, tasks
 from hf_memory.export import exporting
 from hf_memory.files import documents, tokenised
 from hf_memory.integrations import native
-from hf_memory.mixers import base, deltaformer, kv_eviction, pasts, windowed
+from hf_memory.mixers import base, deltaformer, kv_eviction, memory_as_context, pasts, windowed
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import checks, depth, loading
@@ -390,12 +390,23 @@ def test_kept_sums_that_do_not_move_are_seen(form, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(pasts, "linear-window-bits"), (kv_eviction, "attention-kept-bits")]
+    ("module", "name", "options"),
+    [
+        (pasts, "linear-window-bits", {}),
+        (kv_eviction, "attention-kept-bits", {}),
+        (memory_as_context, "titans-mac", {"cache_bits": 8}),
+    ],
 )
-def test_tokens_of_a_call_that_are_not_rounded_are_seen(module, name, monkeypatch):
+def test_tokens_of_a_call_that_are_not_rounded_are_seen(module, name, options, monkeypatch):
     monkeypatch.setattr(module, "rounded", lambda x, packed, bits: x)
     with pytest.raises(AssertionError):
-        test_cache_bits.test_a_text_is_the_same_however_it_is_divided(name)
+        test_cache_bits.test_a_text_is_the_same_however_it_is_divided(name, options)
+
+
+def test_matrices_that_are_not_rounded_are_seen(monkeypatch):
+    monkeypatch.setattr(base, "as_stored", lambda states, spec: states)
+    with pytest.raises(AssertionError):
+        test_cache_bits.test_matrices_are_rounded_once_at_the_end_of_a_call("deltanet", 16)
 
 
 @pytest.mark.parametrize(

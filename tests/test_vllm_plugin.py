@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import DynamicCache
 
 from cases import CASE, CASES, make_config, make_model
 from comparing import assert_close, in_float64
@@ -112,6 +113,20 @@ def test_sequences_in_steps_are_each_sequence_alone(case):
             angles = model.model.rotary_emb(text[None], torch.arange(len(text))[None])
             exact = in_float64(mixer)(*in_float64((text[None], angles)))[0]
             assert_close(output[None], exact, mixer(text[None], angles)[0])
+
+
+@torch.no_grad()
+def test_pages_hold_matrices_in_few_bits():
+    model = make_model(CASE["deltanet"], cache_bits={"recurrent_states": 8})
+    mixer = model.model.layers[0].mixer
+    generator = torch.Generator().manual_seed(0)
+    lengths = list(zip(*STEPS))
+    texts = [torch.randn(sum(x), 32, generator=generator) for x in lengths]
+    for text, calls, output in zip(texts, lengths, step_by_step(model, 0, texts)):
+        cache = DynamicCache(config=model.config)
+        parts = [x for x in text[None].split(calls, 1) if x.shape[1]]
+        expected = torch.cat([mixer(x, cache=cache)[0] for x in parts], 1)[0]
+        assert (output - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["gla", "attention-kept", "gated-deltanet-sliding"])

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from hf_memory.ops.bits import packed_bytes
+from hf_memory.ops.bits import pack, packed_bytes, unpack
 
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
@@ -49,7 +49,9 @@ class State:
         absent: the smallest value of whole numbers, such as that of entries that belong to no token of a row.
         largest: their largest value; None: the number of tokens that were read. Only a saved memory that is loaded is
             compared with both: a state with other numbers can be saved, and is refused when it is loaded.
-        bits: the bits of each number of a packed state, whose `shape` and `dtype` are those of bytes; None: not packed.
+        bits: the bits of each number of a packed state, with `shape` and `dtype` of what is stored; None: not packed.
+        is_recurrent: whether it is a matrix that each token changes, which `rounded` can store in few bits.
+        numbers: the declaration of what mixers see of a state that the cache packs and unpacks; None: what is stored.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +61,8 @@ class State:
     absent: int = 0
     largest: int | None = None
     bits: int | None = None
+    is_recurrent: bool = False
+    numbers: "State | None" = None
 
     def in_bits(self, bits: int | None) -> "State":
         """The same numbers packed in 8 or 4 bits, see `hf_memory.ops.bits`; unchanged if it is None.
@@ -70,6 +74,20 @@ class State:
         *rows, channels = self.shape
         shape = *rows, packed_bytes(channels, bits)
         return replace(self, shape=shape, dtype=torch.uint8, largest=255, bits=bits)
+
+    def rounded(self, bits: int | None) -> "State":
+        """The same matrix, which the cache stores in bfloat16 (16) or in 8 bits; unchanged if it is None, or no matrix.
+
+        Mixers see numbers. A call computes with them as without bits, and what it leaves is rounded once, at its end.
+        So results depend on how a text is divided into calls, by what rounding changes.
+        """
+        if bits is None or not self.is_recurrent:
+            return self
+        if bits == 16:
+            return replace(self, dtype=torch.bfloat16, bits=bits, numbers=self)
+        *rows, channels = self.shape
+        shape = *rows, packed_bytes(channels, bits)
+        return replace(self, shape=shape, dtype=torch.uint8, largest=255, bits=bits, numbers=self)
 
     def grown_shape(self, tokens_read: int) -> tuple[int, ...]:
         """The number of entries of a row after some tokens, as a shape; empty if the state does not grow."""
@@ -174,7 +192,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         for name, held in self.spec.items():
             if name in spec and held.bits != spec[name].bits:
                 asked, given = (
-                    f"{bits} bits" if bits else "the model's dtype"
+                    f"{bits} bits" if bits else "all its bits"
                     for bits in (spec[name].bits, held.bits)
                 )
                 raise ValueError(
@@ -469,9 +487,32 @@ def as_declared(states: States, before: States, spec: Spec, dtype: torch.dtype) 
                 declared = ", ".join(spec) or "none"
                 raise ValueError(f"states must be declared by state_spec ({declared}), got {name}")
             if x.is_floating_point():
-                x = x.to(torch.promote_types(spec[name].dtype or dtype, dtype))
+                seen = spec[name].numbers or spec[name]
+                x = x.to(torch.promote_types(seen.dtype or dtype, dtype))
         cast[name] = x
     return cast
+
+
+def in_numbers(stored: States, spec: Spec, dtype: torch.dtype) -> States:
+    """States as the mixers of a model of a dtype see them: those that `State.rounded` declares are unpacked."""
+    states = dict(stored)
+    for name, state in spec.items():
+        if state.numbers is not None and name in stored:
+            wide = torch.promote_types(state.numbers.dtype, dtype)
+            rows = stored[name]
+            channels = state.numbers.shape[-1]
+            states[name] = rows.to(wide) if state.bits == 16 else unpack(rows, channels, 8, wide)
+    return states
+
+
+def as_stored(states: States, spec: Spec) -> States:
+    """The inverse of `in_numbers`; states get no gradient through it."""
+    stored = dict(states)
+    for name, state in spec.items():
+        if state.numbers is not None and name in states:
+            x = states[name]
+            stored[name] = x.detach().to(state.dtype) if state.bits == 16 else pack(x, 8)
+    return stored
 
 
 def flat(parts: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from transformers import initialization as init
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Columns
-from hf_memory.mixers.base import Context, MemoryMixer, Projections
-from hf_memory.mixers.pasts import Window, window_attention
+from hf_memory.mixers.base import RECURRENT, Context, MemoryMixer, Projections
+from hf_memory.mixers.pasts import Window, in_bits, window_attention
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import all_tokens, everything
 
@@ -75,17 +75,20 @@ class AttentionAndMemoryMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of the memory, and the keys and values within the window."""
         _, heads, _, D, _ = config.attention_heads
-        attention = Window.of_last(config.sliding_window).spec(heads, D) | {
-            "tokens_read": State((), torch.long)
-        }
+        attention = _window(config).spec(heads, D) | {"tokens_read": State((), torch.long)}
         return {"attention": attention, "memory": config.rule.mixer.state_spec(config, layer_idx)}
+
+    @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
+        """See `Projections.kinds_in_bits`."""
+        return "window", RECURRENT
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of attention over the window, as heads [B, T, H, D], and its states."""
         return window_attention(
             *self.project_heads(hidden_states, context.positions),
             context.part("attention"),
-            Window.of_last(self.config.sliding_window),
+            _window(self.config),
             self.scores,
             always=self.always(hidden_states),
         )
@@ -155,6 +158,10 @@ class MemoryAsLayerMixer(AttentionAndMemoryMixer):
         remembered, memory = self.remember(hidden_states, context)
         heads, window = self.attend(hidden_states + self.gate * remembered, context)
         return self.o_proj(heads.flatten(-2)), {"attention": window, "memory": memory}
+
+
+def _window(config) -> Any:
+    return in_bits(Window.of_last(config.sliding_window), config, "window")
 
 
 def _adds_memory(config) -> bool:

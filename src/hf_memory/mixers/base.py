@@ -17,7 +17,9 @@ from hf_memory.cache import (
     State,
     States,
     as_declared,
+    as_stored,
     flat,
+    in_numbers,
     memory_layer,
     nested,
 )
@@ -29,6 +31,10 @@ from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.layout import blank, repeat_heads
 from hf_memory.ops.masks import Tokens, count, packed
+
+RECURRENT = (
+    "recurrent_states"  # the kind of states in `cache_bits` that each token changes as a whole
+)
 
 
 class Context(NamedTuple):
@@ -192,7 +198,7 @@ class Projections(nn.Module, ABC):
         self._declare_states()
 
     def _declare_states(self) -> None:
-        self.spec = flat(self.state_spec(self.config, self.layer_idx))
+        self.spec = self.declared(self.config, self.layer_idx)
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
@@ -210,8 +216,15 @@ class Projections(nn.Module, ABC):
         """The states that the mixer of a layer keeps for each sequence, by name."""
 
     @classmethod
+    def declared(cls, config, layer_idx: int) -> Spec:
+        """`state_spec` as a cache holds the states: by joined names, and matrices in the bits that the config says."""
+        bits = config.bits_of(RECURRENT)
+        states = flat(cls.state_spec(config, layer_idx))
+        return {name: state.rounded(bits) for name, state in states.items()}
+
+    @classmethod
     def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
-        """The kinds of keys and values of a layer that `cache_bits` of the config can name."""
+        """The kinds of states of a layer that `cache_bits` of the config can name."""
         return ()
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,8 +302,13 @@ class MemoryMixer(Convertible, Projections):
         """The memory, a matrix for each head, and the last inputs of the convolutions."""
         *_, K, V = config.memory_heads
         return convolution_spec(config, cls.convolved) | {
-            "memory": State((config.num_output_heads, K, V))
+            "memory": State((config.num_output_heads, K, V), is_recurrent=True)
         }
+
+    @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
+        """See `Projections.kinds_in_bits`."""
+        return (RECURRENT,)
 
     def scale_output(self, factor: Tensor) -> None:
         """Scale the norm before or after the gate of the output, if there is one."""
@@ -357,9 +375,10 @@ class MemoryMixer(Convertible, Projections):
         self, layer: MemoryLayer, inputs: Inputs, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """The output [B, T, hidden_size] for inputs that follow those of a cache's layer, which gets the new states."""
-        before = layer.read(inputs, self.spec)
+        stored = layer.read(inputs, self.spec)
+        before = in_numbers(stored, self.spec, inputs["hidden_states"].dtype)
         output, states = self.mix_inputs(inputs, before, cu_seqlens, layer.uniform_length)
-        return layer.write(inputs, states, output)
+        return layer.write(inputs, as_stored(states, self.spec), output)
 
     def inputs(
         self,

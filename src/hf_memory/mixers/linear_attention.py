@@ -27,7 +27,7 @@ class LinearAttentionMixer(MemoryMixer):
         H = config.num_attention_heads
         D = config.head_dim
         F = num_features(config)
-        spec = {"memory": State((H, F, D))}
+        spec = {"memory": State((H, F, D), is_recurrent=True)}
         spec |= {"normalizer": State((H, F))} if config.normalize else {}
         return spec | ({"running_max": State((H,))} if config.feature_map == "favor" else {})
 

@@ -11,6 +11,7 @@ from hf_memory.mixers.attention_blocks import Blocks, Columns
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
+from hf_memory.ops.bits import pack, rounded, unpack
 from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.layout import per_sequence
 from hf_memory.ops.masks import Tokens, causal
@@ -40,7 +41,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         """The memory's states, its weights at the start of the segment, and the segment's keys and values so far."""
         memory = NeuralMemoryMixer.state_spec(config, layer_idx)
         _, heads, _, D, _ = config.attention_heads
-        pairs = State((config.segment_length, 2, heads, D), None)
+        pairs = State((config.segment_length, 2, heads, D), None).in_bits(config.bits_of("window"))
         return {
             "then": memory["weights"],
             "offset": State((), torch.long, largest=config.segment_length),
@@ -96,7 +97,9 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         B = hidden_states.shape[0]
         C = self.config.segment_length
         heads = self.k_proj.out_features // self.head_dim
-        pairs = hidden_states.new_zeros(B, C, 2, heads, self.head_dim)
+        stored = self.spec["keys"]
+        channels = stored.shape[-1]
+        pairs = hidden_states.new_zeros(B, C, 2, heads, channels, dtype=stored.dtype)
         then = hidden_states.new_zeros(
             B, self.memory.num_output_heads, self.memory.initial_weights.size
         )
@@ -114,7 +117,8 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
                 else x
             )
 
-        return nested({name: zeros(state) for name, state in self.spec.items()})
+        seen = {name: state.numbers or state for name, state in self.spec.items()}
+        return nested({name: zeros(state) for name, state in seen.items()})
 
     def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
         """Mix tokens that do not cross the end of a segment in any row."""
@@ -147,18 +151,29 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         q, k, v = self.project_heads(x, context.positions)
         k_h, v_h = (self.by_head(proj(h)) for proj in (self.k_proj, self.v_proj))
         k_h = self.normalize_and_rotate(q, k_h, context.positions)[1]
-        keys = _put(context.states["keys"], torch.stack([k_h, k], 2), places)
-        values = _put(context.states["values"], torch.stack([v_h, v], 2), places)
-        columns = Tokens(
-            torch.arange(keys.shape[1], device=x.device).expand(2, -1).mT.flatten()[None]
+        numbers, stored = zip(
+            self._put(context.states["keys"], torch.stack([k_h, k], 2), places),
+            self._put(context.states["values"], torch.stack([v_h, v], 2), places),
         )
-        all_keys = keys.flatten(1, 2).to(q.dtype)
-        all_values = values.flatten(1, 2).to(q.dtype)
+        columns = Tokens(
+            torch.arange(stored[0].shape[1], device=x.device).expand(2, -1).mT.flatten()[None]
+        )
+        all_keys, all_values = (x.flatten(1, 2).to(q.dtype) for x in numbers)
         segment = Columns(columns, all_keys, all_values, causal)
         always = self.always(x)
         first = [] if always is None else [always.map(lambda x: x.expand(q.shape[0], *x.shape[1:]))]
         blocks = Blocks.of(q, Tokens(places), *first, segment)
-        return self.scores.attend(blocks), keys, values
+        return self.scores.attend(blocks), *stored
+
+    def _put(self, buffer: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """See the function; as tokens see the pairs, and as the states have them: both are the same without bits."""
+        bits = self.config.bits_of("window")
+        if bits is None:
+            written = _put(buffer, pairs, places)
+            return written, written
+        packed = pack(pairs, bits)
+        before = unpack(buffer, pairs.shape[-1], bits, pairs.dtype)
+        return _put(before, rounded(pairs, packed, bits), places), _put(buffer, packed, places)
 
 
 def _put(buffer: Tensor, pairs: Tensor, places: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class NeuralMemoryMixer(MemoryMixer):
             "anchor": config.memory_chunk_size > 1,
         }
         spec = {
-            name: State((config.num_output_heads, size if has_it else 0))
+            name: State((config.num_output_heads, size if has_it else 0), is_recurrent=has_it)
             for name, has_it in has.items()
         }
         return (

@@ -464,7 +464,7 @@ def window_attention(
     k: Tensor,
     v: Tensor,
     context: Context,
-    window: Window,
+    window: Any,
     scores: Scores,
     *,
     always: Columns | None = None,
@@ -477,7 +477,7 @@ def window_attention(
         k: [B, T, H, D], HQ a multiple of H.
         v: [B, T, H, D].
         context: the padding, at the ends of rows, the packing, and the states.
-        window: which tokens a token sees.
+        window: a `Window`, which may be stored in bits.
         scores: how scores are computed.
         always: keys and values of persistent tokens, which precede every sequence, or None; not with first tokens.
         reach: number of tokens of the window that any of these queries sees; default: all.

@@ -97,7 +97,8 @@ class Rwkv7Mixer(MemoryMixer):
         """A matrix for each head, and the previous token for both mixes."""
         H, _, _, K, V = config.memory_heads
         last = State((1, config.hidden_size), None)
-        return {"memory": State((H, K, V)), "time_shift": last, "channel_shift": last}
+        memory = State((H, K, V), is_recurrent=True)
+        return {"memory": memory, "time_shift": last, "channel_shift": last}
 
     def init_own_parameters(self) -> None:
         """As published: the previous token has more weight in early channels and layers."""

@@ -515,17 +515,23 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             loss, logits, cache_of(outputs), outputs.hidden_states, outputs.attentions
         )
 
-    generate = takes_cache(GenerationMixin.generate, CACHE)
+    @wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        """The same as in transformers; `cache_bits` are those of the cache of this call, in place of the config's.
 
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """Say how to set `cache_bits`, which is no argument of `generate`."""
-        if "cache_bits" in model_kwargs:
-            bits = model_kwargs["cache_bits"]
-            raise ValueError(
-                "generate must not be given cache_bits, which a config has: set model.config.cache_bits, or load the "
-                f"model by from_pretrained(..., cache_bits={bits!r}), got cache_bits={bits!r}"
-            )
-        super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
+        Raises:
+            ValueError: if there are two caches, or one of other bits, or the model cannot have the bits.
+        """
+        if "cache_bits" not in kwargs:
+            return super().generate(*args, **named_cache(kwargs, CACHE))
+        config = self.config
+        before = config.cache_bits
+        config.cache_bits = kwargs.pop("cache_bits")
+        try:
+            config.validate_architecture()
+            return super().generate(*args, **named_cache(kwargs, CACHE))
+        finally:
+            config.cache_bits = before
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):

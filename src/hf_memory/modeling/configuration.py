@@ -10,9 +10,10 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-from hf_memory.cache import Spec, State, flat
+from hf_memory.cache import Spec, State
 from hf_memory.cache_argument import NAMES
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.mixers.base import RECURRENT
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.checks import (
     check,
@@ -27,6 +28,8 @@ from hf_memory.modeling.options import AttentionWindow, Experts, ProductKeys, Te
 from hf_memory.modeling.registration import KnownToPeft
 from hf_memory.ops.bits import BITS
 from hf_memory.ops.dispatch import BACKENDS
+
+BITS_OF_MATRICES = (16, 8)
 
 
 def of_mixers(**names: tuple[str, ...]) -> dict[str, str]:
@@ -74,7 +77,8 @@ class MemoryConfig(
             with scales beside them; default: all bits of the model's dtype. A number is for all keys and values of
             tokens, and refused if some cannot have it; a dict has those of some kinds: `"full_attention_heads"`;
             `"window"`: first tokens, window and kept tokens of the other heads; `"attention"`: layers of attention;
-            `"memory"`: memory layers with keys and values of tokens. Other states keep their bits.
+            `"memory"`: memory layers with keys and values of tokens; `"recurrent_states"`: matrices of memory layers,
+            16 (bfloat16) or 8 in place of float32, rounded at the end of each call. Other states keep their bits.
     """
 
     model_type = "hf_memory"
@@ -260,9 +264,11 @@ class MemoryConfig(
         return self.mixers[self.layer_types[layer_idx]]
 
     def bits_of(self, kind: str) -> int | None:
-        """Bits of each number of a kind of keys and values in the cache; None: those of the model's dtype."""
+        """Bits of each number of a kind of states in the cache; None: all."""
         bits = self.cache_bits
-        return bits.get(kind) if isinstance(bits, dict) else bits
+        if isinstance(bits, dict):
+            return bits.get(kind)
+        return None if kind == RECURRENT else bits
 
     def _check_bits(self) -> None:
         """Refuse bits that numbers cannot have, and bits of what no layer has."""
@@ -273,7 +279,8 @@ class MemoryConfig(
         kinds = self.kinds_in_bits
         for kind, bits in given.items():
             check(kind in kinds, "cache_bits", f"a number, or a dict with some of {kinds}", given)
-            check(bits in BITS, f"cache_bits of {kind!r}", f"one of {BITS}", bits)
+            possible = BITS_OF_MATRICES if kind == RECURRENT else BITS
+            check(bits in possible, f"cache_bits of {kind!r}", f"one of {possible}", bits)
 
     def check_states_in_bits(self) -> None:
         """Refuse a number of bits if some keys and values of tokens cannot have it; the config is valid otherwise."""
@@ -288,7 +295,7 @@ class MemoryConfig(
 
     @property
     def kinds_in_bits(self) -> list[str]:
-        """The kinds of keys and values of this model that `cache_bits` can name."""
+        """The kinds of states of this model that `cache_bits` can name."""
         layers = range(self.num_hidden_layers)
         found = [kind for i in layers for kind in self.mixer_class(i).kinds_in_bits(self, i)]
         return list(dict.fromkeys(found))
@@ -296,9 +303,8 @@ class MemoryConfig(
     @property
     def state_specs(self) -> list[Spec]:
         """The states that each layer keeps for a sequence, by name."""
-        return [
-            flat(self.mixer_class(i).state_spec(self, i)) for i in range(self.num_hidden_layers)
-        ]
+        layers = range(self.num_hidden_layers)
+        return [self.mixer_class(i).declared(self, i) for i in layers]
 
     def validate_architecture(self):
         """Check that sizes and options fit together."""

@@ -23,7 +23,7 @@ from hf_memory.files.folders import check_regular, replaced
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
 from hf_memory.modeling.configuration import MemoryConfig
-from hf_memory.ops.bits import scales
+from hf_memory.ops.bits import BITS, scales
 
 FORMAT = "hf_memory memory 2"
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit numbers
@@ -194,7 +194,7 @@ def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, li
 
 def state_fault(x: Tensor, state: State, tokens_read: int) -> str | None:
     """What a state must be, if its numbers are none that reading can have led to."""
-    if state.bits is not None and x.dtype == state.dtype:
+    if state.bits in BITS and x.dtype == state.dtype:
         is_finite = scales(x.contiguous(), state.bits).isfinite().all()
         return None if is_finite else "with finite scales, got others"
     declared = state.dtype or torch.float32

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memory.cache import Spec, States, flat, nested
+from hf_memory.cache import Spec, States, as_stored, flat, in_numbers, nested
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
@@ -231,9 +231,11 @@ class Pages:
                 pages = {name: page for (name, _), page in self._located(step.rows)}
                 mixed, _ = self._mixed(projected, step, dict(self._stored), pages)
             else:
-                states = {} if step.uniform_length == 0 else nested(self._load(step.rows))
-                mixed, states = self._mixed(projected, step, states)
-                self._save(step.rows, flat(states))
+                spec = self.mixer.spec
+                stored = {} if step.uniform_length == 0 else self._load(step.rows)
+                states = in_numbers(stored, spec, projected.hidden_states.dtype)
+                mixed, states = self._mixed(projected, step, nested(states))
+                self._save(step.rows, as_stored(flat(states), spec))
             output[step.tokens] = mixed
 
     def finish(self, mixed: Tensor) -> Tensor:

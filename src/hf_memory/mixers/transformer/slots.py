@@ -82,6 +82,8 @@ class CompressiveMixer(SegmentMixer):
     tokens, and not by the prediction loss.
     """
 
+    has_bits = False
+
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.compress_keys, self.compress_values = (Compression(config) for _ in range(2))
@@ -213,6 +215,8 @@ class MostUsedMixer(SegmentMixer):
     The token with the largest u_j is chosen, with the key and value that it had in this head, so that its key stays
     rotated. A block gets its slot when no token sees the block any more, since its u_j are then known.
     """
+
+    has_bits = False
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

@@ -1,5 +1,7 @@
 """Attention to the last tokens, and to the best of a store of older ones, which is searched."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -129,8 +131,6 @@ class MemorizingMixer(TopTokensMixer):
     window, and the gate has a gradient.
     """
 
-    has_bits = False
-
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.has_gate = config.memory_join == "gate"
@@ -168,12 +168,14 @@ class MemorizingMixer(TopTokensMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
         _, heads, _, D, _ = config.attention_heads
-        near = _store(config)._replace(spare=0)
-        return (
-            near.spec(heads, D)
-            | _store(config, "memory_").spec(heads, D)
-            | {"tokens_read": TOKENS_READ}
-        )
+        near, store = cls._windows(config, layer_idx)
+        return near.spec(heads, D) | store.spec(heads, D) | {"tokens_read": TOKENS_READ}
+
+    @classmethod
+    def _windows(cls, config, layer_idx: int) -> list[Any]:
+        """What holds the last tokens, and what holds the older ones too."""
+        both = _store(config)._replace(spare=0), _store(config, "memory_")
+        return [cls.stored(window, config, layer_idx) for window in both]
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window`, `tokens_read`, and of the window and the store, without rotation and with
@@ -181,10 +183,9 @@ class MemorizingMixer(TopTokensMixer):
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.tokens_and_count(k)
         rotated_q, rotated_k = self.rotate(q, k, context.positions)
-        past = _store(self.config)._replace(spare=0).read_many(rotated_k, v, tokens, context)
-        store = _store(self.config, "memory_").read_many(
-            unit_length(k).detach(), v.detach(), tokens, context
-        )
+        near, everything = self._windows(self.config, self.layer_idx)
+        past = near.read_many(rotated_k, v, tokens, context)
+        store = everything.read_many(unit_length(k).detach(), v.detach(), tokens, context)
         states = past.states | store.states | {"tokens_read": tokens_read}
         local = self.attend_near(rotated_q, tokens, past.near)
         scaled = unit_length(q) * self.memory_scale.to(q.dtype)[:, None]

@@ -179,7 +179,6 @@ class SegmentMixer(TransformerMixer):
     padding_last = True
     takes_packed = False
     passes_gradients = False
-    has_bits = False
 
     @classmethod
     def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
@@ -189,7 +188,8 @@ class SegmentMixer(TransformerMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
-        return segment_window(config).spec(*kept_heads(config)) | counts(config)
+        window = cls.stored(segment_window(config), config, layer_idx)
+        return window.spec(*kept_heads(config)) | counts(config)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, and `tokens_read`."""
@@ -214,9 +214,9 @@ class SegmentMixer(TransformerMixer):
         _, k, v = self.projected(hidden_states.detach(), context)
         detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
         window = segment_window(self.config)
-        before = (
-            window._replace(sees=window.sees & ~in_segment).read_many(k, v, tokens, detached).near
-        )
+        others = window._replace(sees=window.sees & ~in_segment)
+        stored = self.stored(others, self.config, self.layer_idx)
+        before = stored.read_many(k, v, tokens, detached).near
         return joined_softmax(
             self.attend_near(q, tokens, segment), self.attend_near(q, tokens, before)
         )

@@ -41,7 +41,8 @@ class LargeChunkMixer(NeuralMemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Weights of each head, the last chunk's S, the sum of the incomplete chunk, and its number of tokens."""
         size = sum(d_in * d_out for d_in, d_out in cls.layer_shapes(config))
-        spec = dict.fromkeys(LargeChunkState._fields[:3], State((config.num_output_heads, size)))
+        weights = State((config.num_output_heads, size), is_recurrent=True)
+        spec = dict.fromkeys(LargeChunkState._fields[:3], weights)
         return (
             convolution_spec(config)
             | spec

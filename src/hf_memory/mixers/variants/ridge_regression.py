@@ -41,7 +41,8 @@ class MesaMixer(MemoryMixer):
         """The sums S and H of products of keys with values and with keys, and the last inputs of the convolutions."""
         spec = super().state_spec(config, layer_idx)
         K = config.memory_heads[3]
-        return spec | {"key_products": State((config.num_output_heads, K, K))}
+        products = State((config.num_output_heads, K, K), is_recurrent=True)
+        return spec | {"key_products": products}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `key_products` [N, HV, K, K], `memory` [N, HV, K, V] and those of the convolutions."""
