@@ -1,8 +1,8 @@
-"""Run the claims, or those that are named, and write their page; each goes on where it was stopped.
+"""Run the claims, or those that are named, and write their pages; each goes on where it was stopped.
 
 python benchmarks/papers                 # all
 python benchmarks/papers parity cost
-python benchmarks/papers --page          # nothing but pictures and page, from what is finished
+python benchmarks/papers --page          # nothing but pictures and pages, from what is finished
 """
 
 import os
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def write_page() -> None:
-    """Write docs/research/claims.md, and the table of verdicts in docs/research/index.md."""
+    """Write docs/research/claims.md and the pages of its topics."""
     for file, text in texts(CLAIMS.values()).items():
         write(file, text)
 

@@ -80,8 +80,6 @@ def table(rows: Rows) -> Rows:
             "exponent of reading time": f"{exponent(rows, model, 'read'):.2f}",
             "exponent of cache bytes": f"{exponent(rows, model, 'bytes'):.2f}",
             f"seconds to read {LENGTHS[-1]:,} tokens": f"{row['read']:.2f}",
-            "ms per further token": f"{1000 * row['write']:.2f}",
-            "kB of cache": round(row["bytes"] / 1000),
         }
         for model, row in longest.items()
         if model in SHOWN
@@ -89,14 +87,10 @@ def table(rows: Rows) -> Rows:
 
 
 def draw(rows: Rows, figure) -> None:
-    """Reading, writing and bytes over the length."""
-    figure.set_size_inches(14, 3.8)
-    labels = {
-        "read": (1, "seconds to read"),
-        "write": (1e3, "ms for a further token"),
-        "bytes": (1e-3, "kB of cache"),
-    }
-    for axes, (key, (unit, label)) in zip(figure.subplots(1, 3), labels.items()):
+    """Reading and bytes over the length."""
+    figure.set_size_inches(10, 3.8)
+    labels = {"read": (1, "seconds to read"), "bytes": (1e-3, "kB of cache")}
+    for axes, (key, (unit, label)) in zip(figure.subplots(1, 2), labels.items()):
         for model in SHOWN:
             mine = [row for row in rows if row["model"] == model]
             values = [unit * row[key] for row in mine]

@@ -31,7 +31,7 @@ from claim import Claim, Rows
 from hf_memory.ops import delta_rule, linear_attention
 from interference import recalled
 from learning import make
-from pictures import curve
+from pictures import curve, label_ends
 
 SEEDS = 3
 FAR = 2048
@@ -120,35 +120,21 @@ def recall(rows: Rows, rule: str, half_life: int | None) -> list[float]:
 
 
 def draw(rows: Rows, figure) -> None:
-    """How half-lives are spread, and recall by age for both rules."""
-    figure.set_size_inches(12, 3.6)
-    lives, *axes = figure.subplots(1, 3)
-    for gate, found in gate_rows(rows).items():
-        lives.plot(
-            sorted(found), [i / len(found) for i in range(len(found))], label=gate, marker=""
-        )
-    lives.set(
-        xscale="log",
-        xlabel="half-life of a gate at its start, tokens",
-        ylabel="fraction of heads and channels below",
-    )
-    for panel, (rule, title) in zip(
-        axes, {"additive": "additive memory", "delta": "delta rule"}.items()
-    ):
+    """Recall by age for both rules, a line a half-life."""
+    figure.set_size_inches(10, 3.6)
+    rules = {"additive": "additive memory", "delta": "delta rule"}
+    for panel, (rule, title) in zip(figure.subplots(1, 2), rules.items()):
         for half_life in HALF_LIVES:
             ages = [PAIRS // 16 * (2 * i + 1) for i in range(8)]
             seeds = [row[rule] for row in rows if rule in row and row["half_life"] == half_life]
             curve(panel, ages, seeds, label=f"{half_life} tokens" if half_life else "no decay")
         panel.set(
             title=f"{title}, {D} key channels",
-            xlabel="pairs read since",
+            xlabel="pairs read since; lines: half-lives",
             ylabel="recall",
             ylim=(-0.02, 1.02),
         )
-    lives.xaxis.set_major_formatter("{x:,g}")
-    lives.set(xlim=(0.02, None), xticks=(1, 10, 100, 1000))
-    lives.legend(loc="upper left")
-    axes[1].legend(title="half-life", loc="upper right")
+        label_ends(panel)
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

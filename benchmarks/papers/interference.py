@@ -35,8 +35,7 @@ from pictures import curve, label_ends, plain_ticks
 D = 64
 SEEDS = 5
 PAIRS = (8, 16, 32, 64, 128, 256, 512)
-SHOWN = (16, 64, 256, 512)  # of these, in the table
-LEFT_OUT = "noise", "linear", "cosine"  # of the table: how names of further figures begin
+SHOWN = (16, 64, 256)  # of these, in the table
 EXPECTED = {  # and how far off a figure may be, which is what draws of so few pairs differ by
     "noise, N=64": (63 / D, 0.1),
     "noise, N=512": (511 / D, 0.8),
@@ -54,27 +53,6 @@ EXPECTED = {  # and how far off a figure may be, which is what draws of so few p
     "bound again, delta": (0.0, 0.01),
 }
 READS = ("softmax", "linear", "relu", "round")
-LABELS = {  # of the table
-    "additive": "recall, additive memory",
-    "delta": "recall, delta rule",
-    "noise": "energy of the additive memory's noise",
-    "first, additive": "error of the first pair, additive memory",
-    "first, delta": "error of the first pair, delta rule",
-    **{kernel: f"recall, DeltaFormer's read with {kernel} kernel" for kernel in READS},
-    "last 32 of 512, additive": "recall of the last 32 of 512 pairs, additive memory",
-    "last 32 of 512, delta": "recall of the last 32 of 512 pairs, delta rule",
-    **{
-        f"cosine {cosine}, {way}": f"recall of 48 pairs of mean cosine {cosine}, {label}"
-        for cosine in (0.26, 0.67)
-        for way, label in {
-            "additive": "additive memory",
-            "delta": "delta rule",
-            "delta, 8": "delta rule, eight readings",
-        }.items()
-    },
-    "bound again, additive": "error of 16 keys whose value was replaced, additive memory",
-    "bound again, delta": "error of 16 keys whose value was replaced, delta rule",
-}
 
 
 def additive(keys: Tensor, values: Tensor) -> Tensor:
@@ -164,14 +142,16 @@ def bound_again() -> dict:
 
 
 def table(rows: Rows) -> Rows:
-    """Curves by the number of pairs, then single figures."""
-    keys = [key for key in rows[0] if key != "seed" and not key.startswith(LEFT_OUT)]
-    curves = [key for key in keys if isinstance(rows[0][key], list)]
-    singles = [key for key in keys if key not in curves]
-    by_pairs = ({f"N = {n}": f"{at(rows, key, n):.2f}" for n in SHOWN} for key in curves)
+    """Both memories: recall by the number of pairs, of the last pairs alone, and after other values were bound."""
     return [
-        {"figure": LABELS[key], **found, "mean (range)": ""} for key, found in zip(curves, by_pairs)
-    ] + [{"figure": LABELS[key], "mean (range)": spread(rows, key)} for key in singles]
+        {
+            "memory": READERS[way],
+            **{f"recall of {count} pairs": f"{at(rows, way, count):.2f}" for count in SHOWN},
+            "of the last 32 of 512": spread(rows, f"last 32 of 512, {way}"),
+            "error of keys that were bound again": spread(rows, f"bound again, {way}"),
+        }
+        for way in WAYS
+    ]
 
 
 def at(rows: Rows, key: str, count: int) -> float:

@@ -1,50 +1,71 @@
-"""docs/research/claims.md, and the table of verdicts in docs/research/index.md, from the claims' texts and results."""
+"""docs/research/claims.md and a page for each topic, from the claims' texts and results."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from textwrap import fill
+from typing import NamedTuple
 
 from claim import RESULTS, Claim, Rows
 
 NOTES = Path(__file__).parents[2] / "docs" / "research"
 WIDEST = 6  # columns of a table that a screen has room for
-LONGEST = 12  # rows
+LONGEST = 8  # rows
 SETTINGS = {"seeds", "learning rate", "best inner learning rates", "best choices", "thresholds"}
 HEAD = """# Claims: does each memory do what its paper says?
 
-Small models on one CPU core, mostly with three seeds, as means with the range over seeds in brackets (November 2026).
-"Partly reproduced" means that some of the expected results were found and others were not. `make claims` runs all and
-continues where it was stopped; it also writes this page. The setting of a claim, what was expected, and what differs
-stand at the head of its file.
+Small models on one CPU core, mostly with three seeds (November 2026). "Partly reproduced" means that some of the
+expected results were found and others were not. `make claims` runs all and continues where it was stopped; it also
+writes these pages.
+"""
+HEAD_OF_TOPIC = """\
+Figures are means over seeds, mostly three, with their range in brackets. The setting of a claim, what was expected, and
+what differs from the paper stand at the head of its file. [All verdicts](claims.md).
 """
 
 
+class Topic(NamedTuple):
+    """A page of claims: its file without its ending, its title, and the names of its claims in order."""
+
+    file: str
+    title: str
+    claims: tuple[str, ...]
+
+
+TOPICS = (
+    Topic(
+        "claims_recall",
+        "What a memory recalls",
+        ("interference", "forgetting", "recall", "copying", "mosaics", "levels", "facts"),
+    ),
+    Topic("claims_tracking", "Counting and following swaps", ("parity", "groups", "swaps")),
+    Topic(
+        "claims_length",
+        "Long texts: reach, time and positions",
+        ("reach", "cost", "length", "positions", "pasts"),
+    ),
+    Topic(
+        "claims_learning",
+        "Learning while reading, and early exit",
+        ("context", "regression", "ablation", "early_exit"),
+    ),
+)
+
+
 def texts(claims: Iterable[Claim]) -> dict[Path, str]:
-    """Both files, from what is finished; the index has a line for each verdict, and the page the figures."""
-    found = {claim.name: (claim, claim.rows()) for claim in claims}.values()
-    summary = [summary_row(claim, rows) for claim, rows in found]
-    page = "\n".join([HEAD, *(section(claim, rows) for claim, rows in found)])
-    summary_page = NOTES / "index.md"
-    between = re.compile(r"(<!-- claims -->\n).*?(<!-- /claims -->)", re.DOTALL)
-    verdicts = markdown(by_verdict(summary))
-    written = summary_page.read_text(encoding="utf-8")
-    table = between.sub(lambda found: f"{found[1]}\n{verdicts}\n\n{found[2]}", written)
-    return {NOTES / "claims.md": page, summary_page: table}
-
-
-def by_verdict(summary: Rows) -> Rows:
-    """The claims of each verdict that there is."""
-    verdicts = {verdict: [] for verdict in ("reproduced", "partly reproduced", "not reproduced")}
-    for row in summary:
-        verdict, so_far, _ = row["verdict"].partition(" so far")
-        if verdict in verdicts:
-            verdicts[verdict].append(row["claim"] + so_far)
-    return [
-        {"verdict": f"**{verdict}**", "claims": ", ".join(found)}
-        for verdict, found in verdicts.items()
-        if found
-    ]
+    """All pages, from what is finished: the verdicts, and the figures of each topic."""
+    found = {claim.name: (claim, claim.rows()) for claim in claims}
+    placed = [name for topic in TOPICS for name in topic.claims]
+    if sorted(placed) != sorted(found):
+        raise ValueError(f"TOPICS must have each claim once, {sorted(found)}, got {sorted(placed)}")
+    verdicts = []
+    pages = {}
+    for topic in TOPICS:
+        chosen = [found[name] for name in topic.claims]
+        verdicts += [summary_row(topic, claim, rows) for claim, rows in chosen]
+        parts = [f"# {topic.title}\n", HEAD_OF_TOPIC, *(section(*each) for each in chosen)]
+        pages[NOTES / f"{topic.file}.md"] = "\n".join(parts)
+    return {NOTES / "claims.md": f"{HEAD}\n{markdown(verdicts)}\n", **pages}
 
 
 def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
@@ -62,9 +83,9 @@ def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
     return claim.verdict(rows)
 
 
-def summary_row(claim: Claim, rows: Rows) -> dict:
+def summary_row(topic: Topic, claim: Claim, rows: Rows) -> dict:
     """A claim in one line."""
-    link = f"[{claim.title}](claims.md#{anchor(claim.title)})"
+    link = f"[{claim.title}]({topic.file}.md#{anchor(claim.title)})"
     return {"claim": link, "verdict": judged(claim, rows)[0]}
 
 
@@ -104,9 +125,8 @@ def shown(claim: Claim, rows: Rows) -> Rows:
         raise ValueError(
             f"the table of {claim.name} must have at most {WIDEST} columns, got {columns}"
         )
-    first = columns[0]
     if len(table) > LONGEST and claim.decisive:
-        table = [row for row in table if row[first] in claim.decisive]
+        table = [row for row in table if row[columns[0]] in claim.decisive]
     return [{column: row.get(column, "") for column in columns} for row in table]
 
 

@@ -35,7 +35,7 @@ from torch import nn
 from claim import Claim, Rows, runs_by
 from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from learning import learn
-from length import LENGTH, between, costs, draw_costs, far_and_near, means
+from length import LENGTH, between, draw_costs, far_and_near, means
 from text import SIZES, passages
 
 FAR = 2048
@@ -77,7 +77,6 @@ def table(rows: Rows) -> Rows:
             "option": f"`position={position}`",
             "loss, 128 to 256": f"{mean(row['nats'][1] for row in runs):.3f}",
             **{c: f"{x:+.3f}" for c, x in list(zip(columns, means(runs)))[2:]},
-            "worst seed, last column": f"{max(costs(row)[-1] for row in runs):+.3f}",
         }
         for position, runs in runs_by(rows, "position", POSITIONS).items()
     ]

@@ -156,20 +156,16 @@ def numbers(rows: Rows, word: str, n: int) -> list[int]:
 
 
 def table(rows: Rows) -> Rows:
-    """Measured and expected tokens by layers, and how far back the first is."""
+    """Measured and expected tokens by layers; patterns that reach the same share a row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for word in EXACT:
+        if any(row["word"] == word for row in rows):
+            figures = tuple(cell(rows, word, n) for n in LAYERS)
+            alike.setdefault(figures, []).append(WINDOWS.get(word) or f"`{word}`")
+    heads = [f"{n} layer{'s' * (n > 1)} (expected)" for n in LAYERS]
     return [
-        {
-            "option": WINDOWS.get(word) or f"`{'past' if word in PASTS else 'pattern'}={word}`",
-            **{
-                f"{n} layers (expected)" if n > 1 else "1 layer (expected)": cell(rows, word, n)
-                for n in LAYERS
-            },
-            "distance of the farthest, 3 layers": max(
-                row["farthest"] for row in rows if row["word"] == word
-            ),
-        }
-        for word in (*EXACT, *DRAWN)
-        if any(row["word"] == word for row in rows)
+        {"pattern or past": ", ".join(words), **dict(zip(heads, figures))}
+        for figures, words in alike.items()
     ]
 
 

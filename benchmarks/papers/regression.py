@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from claim import Claim, Rows, spread
+from claim import Claim, Rows
 from hf_memory.ops import delta_rule, linear_attention, ridge_regression
 from pictures import curve, label_ends, plain_ticks
 
@@ -104,35 +104,33 @@ def error(runs: Rows, i: int) -> float:
 
 
 def table(rows: Rows) -> Rows:
-    """The error by position."""
+    """The error of few pairs, by memory and setting."""
     return [
         {
-            "channels of keys": keys,
-            "noise": noise,
-            "memory": memory,
-            "error, pairs 17 to 32": f"{error(runs, 2):.3f}",
-            "error, last 128 pairs": spread(runs, "last"),
-            "best choices": ", ".join(sorted({f"{row['choice']:g}" for row in runs})),
+            "error, pairs 17 to 32": memory,
+            **{
+                f"{keys} channels, {'noise' if noise else 'no noise'}": f"{error(runs, 2):.3f}"
+                for keys, noise in SETTINGS
+                if (runs := runs_of(rows, keys, noise, memory))
+            },
         }
-        for keys, noise in SETTINGS
         for memory in CHOICES
-        if (runs := runs_of(rows, keys, noise, memory))
     ]
 
 
 def draw(rows: Rows, figure) -> None:
     """The error over what was read."""
-    figure.set_size_inches(11, 3.6)
-    for axes, (keys, noise) in zip(figure.subplots(1, 4, sharey=True), SETTINGS):
+    figure.set_size_inches(9, 6)
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    for axes, (keys, noise) in zip(panels.flat, SETTINGS):
         for memory in CHOICES:
             if runs := runs_of(rows, keys, noise, memory):
                 curve(axes, EDGES[1:], [row["errors"] for row in runs], label=memory)
         plain_ticks(axes, EDGES[1:])
-        axes.set(
-            title=f"{keys} channels, noise {noise:g}", xlabel="pairs read, up to", yscale="log"
-        )
-    figure.axes[0].set_ylabel("error, 1 if nothing is known")
-    label_ends(figure.axes[-1])
+        axes.set(title=f"{keys} channels, noise {noise:g}", yscale="log")
+        label_ends(axes)
+    figure.supxlabel("pairs read, up to")
+    figure.supylabel("error, 1 if nothing is known")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from claim import Claim, Rows, spread
 from hf_memory.ops import deltaformer
 from learning import IGNORED, accuracy, in_turn, learn, make
-from pictures import COLORS, label_ends, plain_ticks
+from pictures import COLORS, label_ends
 
 D = 128
 SWAPS = 256
@@ -210,20 +210,10 @@ def table(rows: Rows) -> Rows:
 
 
 def draw(rows: Rows, figure) -> None:
-    """Kernels by the number of symbols; accuracy over the steps, a line a seed."""
-    figure.set_size_inches(15, 3.6)
-    left, *others = figure.subplots(1, 3)
-    for kernel in KERNELS:
-        left.plot(SYMBOLS, [untrained(rows, kernel, n) for n in SYMBOLS], label=f"{kernel} write")
-    plain_ticks(left, SYMBOLS)
-    left.set(
-        title="untrained",
-        xlabel=f"symbols, with {D} key channels",
-        ylabel=f"accuracy after {SWAPS} swaps",
-    )
-    left.set(ylim=(-0.02, 1.02))
+    """Accuracy over the steps, a line a seed."""
+    figure.set_size_inches(11, 3.6)
     titles = "trained on 32 swaps", "trained on 2, 4, 8, then 16 swaps"
-    for axes, stages, title in zip(others, (None, len(STAGES)), titles):
+    for axes, stages, title in zip(figure.subplots(1, 2), (None, len(STAGES)), titles):
         for color, model in zip(COLORS[:1] + COLORS[3:], MODELS):
             for i, row in enumerate(runs_of(rows, model, stages)):
                 points = zip(*((x["step"], x["accuracy"]) for x in row["curve"]))
