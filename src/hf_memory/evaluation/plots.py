@@ -163,15 +163,17 @@ def _sides(figure: dict) -> tuple[float, float]:
 
 
 def _panels(count: int, height: float = 4):
-    """A figure with axes side by side, which needs no display."""
+    """A figure with axes, at most two side by side, which needs no display."""
     from matplotlib.backends.backend_agg import (
         FigureCanvasAgg,  # takes half a second, which most calls do not need
     )
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * count + 2 * (count == 1), height), layout="constrained")
+    rows = (count + 1) // 2
+    width = 6 if count == 1 else 9
+    figure = Figure(figsize=(width, height if rows == 1 else 3.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, count, squeeze=False)[0]
+    return figure, [figure.add_subplot(rows, min(count, 2), i + 1) for i in range(count)]
 
 
 def _finish(figure, path: Path) -> None:
