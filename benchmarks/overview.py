@@ -26,7 +26,7 @@ MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
     "8 full heads in 8 bits, 371 kept tokens alike, window 64, in 8": (
         "default, 8 bits",
         "tab:orange",
-        (-7, 0),
+        (-7, 2),
         "right",
     ),
     "8 full heads in 16 bits, 172 kept tokens alike, window 64, in 16": (
@@ -42,7 +42,7 @@ MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
         "left",
     ),
     "8 full heads in 4 bits, 0.9 x kept tokens, window 64, in 8": (
-        "small, 4 and 8",
+        "small, 4 and 8 bits",
         "tab:purple",
         (0, 10),
         "center",
@@ -58,7 +58,7 @@ MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
 
 def label(axes: Axes, x: float, y: float, text: str, colour: str, shift: float = 0.0) -> None:
     """Write a name beside the end of a line; the shift is in points."""
-    place = {"xytext": (6, shift), "textcoords": "offset points", "va": "center", "fontsize": 8}
+    place = {"xytext": (6, shift), "textcoords": "offset points", "va": "center", "fontsize": 9}
     axes.annotate(text, (x, y), color=colour, annotation_clip=False, **place)
 
 
@@ -88,7 +88,7 @@ def draw_quality(axes: Axes, rows: dict) -> None:
             place,
             textcoords="offset points",
             color=colour,
-            fontsize=8,
+            fontsize=9,
             ha=side,
             va="center",
         )
@@ -105,9 +105,12 @@ def main() -> None:
     """Draw the three panels."""
     decode = json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))
     quality = json.loads((RESULTS / "cache_bits.json").read_text(encoding="utf-8"))
-    figure, (time, cache, near) = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    figure, panels = plt.subplot_mosaic(
+        [["time", "cache"], ["near", "near"]], figsize=(8.5, 5.4), layout="constrained"
+    )
+    time, cache, near = panels["time"], panels["cache"], panels["near"]
     by_context = decode["after"]["by_context"]
-    draw_costs(time, by_context, "ms", 1, {"Gated DeltaNet": -2})
+    draw_costs(time, by_context, "ms", 1, {"hybrid": 5, "window, heads": -1, "Gated DeltaNet": -5})
     time.set_ylim(0, None)
     time.set_title("time of a token in 16 bits, ms", fontsize=10)
     draw_costs(cache, by_context, "cache_bytes", 1e6, {"window, heads": -6, "hybrid": 4})
@@ -115,7 +118,7 @@ def main() -> None:
     cache.set_yscale("log")
     cache.set_yticks([5, 50, 500], ["5", "50", "500"])
     draw_quality(near, quality["rows"])
-    near.set_title("KL from the teacher, nats a token", fontsize=10)
+    near.set_title("students of SmolLM2: KL from the teacher, nats a token", fontsize=10)
     for axes in (time, cache, near):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)

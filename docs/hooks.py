@@ -15,6 +15,10 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 TYPE = re.compile(r"<code>`[^<]*</code>")
+CODE = re.compile(r"(?<!</span>)<code>([^<]*)</code>")  # in a sentence or a table, not a block
+FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+CELL = re.compile(r"<td( [^>]*)?>(.*?)</td>", re.DOTALL)
+LONG = 24  # characters from which on a cell of a table is text, which needs room on a phone
 DOCS, ELSEWHERE = (
     "docs/",
     "repository/",
@@ -64,8 +68,18 @@ def on_page_markdown(markdown, page, **_):
 
 
 def on_page_content(html, **_):
-    """Write the types of transformers' docstrings, `int`, *optional*, as plain text."""
-    return TYPE.sub(lambda found: re.sub(r"[`*]", "", found[0]), html)
+    """Write types of transformers' docstrings, `int`, *optional*, as plain text; mark flags and cells with text."""
+    html = TYPE.sub(lambda found: re.sub(r"[`*]", "", found[0]), html)
+    html = CODE.sub(lambda found: FLAG.sub(r'<span class="flag">\g<0></span>', found[0]), html)
+    return CELL.sub(marked, html)
+
+
+def marked(cell: re.Match) -> str:
+    """A cell of a table, of the class `text` if it is long."""
+    words = re.sub(r"<[^>]*>", "", cell[2])
+    if len(words) < LONG or "class=" in (cell[1] or ""):
+        return cell[0]
+    return f'<td{cell[1] or ""} class="text">{cell[2]}</td>'
 
 
 class Targets(HTMLParser):
