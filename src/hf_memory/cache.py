@@ -143,7 +143,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         CacheLayerMixin.__init__(self, **kwargs)
         self.states: States = {}
         self.spec: Spec = {}
-        self.has_room = True  # whether no state gets room for tokens before they are read
+        self.needs_room = False  # whether a state gets room for tokens before they are read
+        self.has_rounded_states = False  # see `State.rounded`
         self.tokens_read = 0
         self.is_padded = False  # whether rows may have read fewer tokens
         self.record_past = False
@@ -177,10 +178,11 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if spec is not None and spec is not self.spec:
             self._check_bits(spec)
             self.spec = spec
-            self.has_room = all(state.growth != "log" for state in spec.values())
+            self.needs_room = any(state.growth == "log" for state in spec.values())
+            self.has_rounded_states = any(state.numbers is not None for state in spec.values())
         if not self.is_initialized:
             return {}
-        if self.has_room:
+        if not self.needs_room:
             return dict(self.states)
         more = 0 if inputs is None else _length(inputs)
         return self._with_room(self.states, self.tokens_read + more)

@@ -375,10 +375,13 @@ class MemoryMixer(Convertible, Projections):
         self, layer: MemoryLayer, inputs: Inputs, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """The output [B, T, hidden_size] for inputs that follow those of a cache's layer, which gets the new states."""
-        stored = layer.read(inputs, self.spec)
-        before = in_numbers(stored, self.spec, inputs["hidden_states"].dtype)
+        before = layer.read(inputs, self.spec)
+        if layer.has_rounded_states:
+            before = in_numbers(before, self.spec, inputs["hidden_states"].dtype)
         output, states = self.mix_inputs(inputs, before, cu_seqlens, layer.uniform_length)
-        return layer.write(inputs, as_stored(states, self.spec), output)
+        if layer.has_rounded_states:
+            states = as_stored(states, self.spec)
+        return layer.write(inputs, states, output)
 
     def inputs(
         self,
