@@ -261,3 +261,40 @@ def test_other_models_are_refused():
     with pytest.raises(ValueError, match=r"hidden_act of model must be silu.* got 'relu'"):
         use_memory_ops(relu)
     assert type(relu.model.layers[0].linear_attn).__module__.startswith("transformers.")
+
+
+BITS = {"attention": 8, "recurrent_states": 16}
+
+
+@every_kind
+@torch.no_grad()
+def test_few_bits_change_logits_a_little_and_caches_are_undone_and_saved(kind, tmp_path):
+    tokens = random_tokens(2, 12)
+    exact = read(ours(kind), tokens, None)
+    model = use_memory_ops(make(kind), cache_bits=BITS)
+    cache = DynamicCache(config=model.config)
+    found = [read(model, tokens[:, :8], cache)]
+    cache.activate_past_recording()
+    save_memory(cache, tmp_path / "memory", model)
+    read(model, tokens[:, :4], cache)
+    cache.crop(-4)
+    found.append(read(model, tokens[:, 8:], cache))
+    assert 0 < (torch.cat(found, 1) - exact).norm() < 0.02 * exact.norm()
+    assert cache.layers[0].states["memory"].dtype == torch.bfloat16
+    assert cache.layers[1].keys.dtype == torch.uint8
+    loaded = load_memory(tmp_path / "memory", model)
+    assert_close(loaded.layers[1].keys, cache.layers[1].keys[:, :, :8])
+    with pytest.raises(ValueError, match="cache_bits"):
+        load_memory(tmp_path / "memory", use_memory_ops(model))
+
+
+@torch.no_grad()
+def test_a_hybrids_caches_in_other_bits_are_refused():
+    model = use_memory_ops(make("qwen3_5"), cache_bits=8)
+    cache = DynamicCache(config=model.config)
+    read(model, random_tokens(1, 4), cache)
+    use_memory_ops(model, cache_bits=4)
+    with pytest.raises(ValueError, match="keys and values in 4 bits"):
+        read(model, random_tokens(1, 4), cache)
+    with pytest.raises(ValueError, match="a number, or a dict with some of"):
+        use_memory_ops(model, cache_bits={"window": 8})

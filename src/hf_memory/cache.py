@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -23,7 +24,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from hf_memory.ops.bits import pack, packed_bytes, unpack
+from hf_memory.ops.bits import pack, pack_both, packed_bytes, rounded_after, unpack
 
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
@@ -422,6 +423,22 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     update_recurrent_state = update
 
 
+class LayerInBits(DynamicLayer):
+    """transformers' layer of keys and values, which holds packed rows; attention sees the numbers that are held."""
+
+    def __init__(self, bits: int):
+        super().__init__()
+        self.bits = bits
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Add keys and values [B, H, T, D]; those of all tokens [B, H, tokens, D] are returned."""
+        new = key_states, value_states
+        packed = pack_both(*new, self.bits)
+        held = super().update(*packed)
+        keys, values = (rounded_after(*rows, self.bits) for rows in zip(new, packed, held))
+        return keys, values
+
+
 class StaticMemoryLayer(MemoryLayer):
     """A `MemoryLayer` for a StaticCache, for torch.compile and CUDA graphs: its number of tokens is a tensor."""
 
@@ -575,6 +592,23 @@ def hold_a_memory(cache: Cache, layer_idx: int) -> None:
     if layer.record_past:
         memory.activate_past_recording()
     cache.layers[layer_idx] = memory
+
+
+def hold_in_bits(cache: Cache, layer_idx: int, bits: int) -> None:
+    """Replace an empty layer of keys and values of a DynamicCache by one in few bits.
+
+    Raises:
+        ValueError: if it is not empty, or not of a DynamicCache, or in other bits.
+    """
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if getattr(layer, "bits", None) == bits:
+        return
+    if type(layer) is not DynamicLayer or layer.is_initialized:
+        raise ValueError(
+            f"cache must be an empty DynamicCache(config=model.config), or one with keys and values in {bits} bits, as "
+            f"cache_bits of use_memory_ops says, got {cache}"
+        )
+    cache.layers[layer_idx] = LayerInBits(bits)
 
 
 def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,11 @@ from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
 
-from hf_memory.cache import State, States, hold_a_memory
-from hf_memory.cache_argument import CACHE, named_cache
+from hf_memory.cache import State, States, hold_a_memory, hold_in_bits
+from hf_memory.cache_argument import CACHE, NAMES, named_cache
 from hf_memory.layers import causal_convolution, unit_length, upcast
-from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.base import RECURRENT, Context, MemoryMixer
+from hf_memory.modeling.checks import bits_by_kind, check_bits
 from hf_memory.modeling.packing import (
     PACKING,
     flash_arguments,
@@ -48,14 +49,16 @@ class NativeMixer(MemoryMixer):
     has_parts = False
     sees_positions = False
     conv1d: Any  # over queries, keys and values at once
+    cache_bits: Any  # see `use_memory_ops`
 
     def declare(self) -> None:
         """Declare the states: the last inputs of the convolution, and a matrix for each head."""
         _, value_heads, K, V = self.sizes
         channels, _, kernel_size = self.conv1d.weight.shape
+        memory = State((value_heads, K, V), is_recurrent=True)
         self.spec = {
             "conv": State((kernel_size - 1, channels), None),
-            "memory": State((value_heads, K, V)),
+            "memory": memory.rounded(bits_by_kind(self.cache_bits, RECURRENT)),
         }
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -263,7 +266,7 @@ MIXERS: dict[str, type[NativeMixer]] = {  # by the name of transformers' class
 SUPPORTED = "Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid or Kimi Linear"
 
 
-def use_memory_ops(model: Model) -> Model:
+def use_memory_ops(model: Model, cache_bits: int | dict[str, int] | None = None) -> Model:
     """Let a hybrid model of transformers use the ops and the cache of this package for its linear attention.
 
     The model keeps its class, its weights and its config; it is saved and trained as before. What changes:
@@ -271,17 +274,22 @@ def use_memory_ops(model: Model) -> Model:
     - linear attention is computed by `hf_memory.ops.delta_rule`;
     - `DynamicCache` and `StaticCache` hold its states in a `MemoryLayer`, so that `crop` undoes tokens in all layers,
       and assisted decoding and prompt lookup work;
-    - packed sequences stay apart, whether `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again declare them.
+    - packed sequences stay apart, whether `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again declare them;
+    - `DynamicCache` holds few bits, if they are given. Another call gives others, for the caches that follow.
 
     Args:
         model: a model of Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid or Kimi Linear, with any head; it is changed.
+        cache_bits: as in the configs of this package: 8 or 4 bits of each number of keys and values, or a dict with
+            some of `"attention"` (8 or 4) and `"recurrent_states"` (16 or 8, rounded at the end of each call).
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: if the model is none of these, or has an option that the ops do not have. It is then unchanged.
+        ValueError: if the model is none of these, or has an option that the ops do not have, or cannot have these bits.
+            It is then unchanged.
     """
+    check_bits(cache_bits, lambda: ["attention", RECURRENT])
     modules = list(model.modules())
     mixers: list[Any] = [x for x in modules if is_of_transformers(x) and type(x).__name__ in MIXERS]
     changed = [x for x in modules if isinstance(x, NativeMixer)]
@@ -297,7 +305,7 @@ def use_memory_ops(model: Model) -> Model:
     for mixer in mixers:
         theirs: Any = type(mixer)
         mixer.__class__ = combined(MIXERS[theirs.__name__], theirs)
-        mixer.declare()
+    set_bits(modules, cache_bits)
     for module in modules:
         if isinstance(module, PreTrainedModel):
             module._is_stateful = False  # transformers refuses to undo tokens of models that are
@@ -310,6 +318,32 @@ def use_memory_ops(model: Model) -> Model:
 def is_of_transformers(module: nn.Module) -> bool:
     """Whether a module's class is one of transformers' own."""
     return type(module).__module__.startswith("transformers.models.")
+
+
+def set_bits(modules: list[Any], cache_bits: Any) -> None:
+    """Let mixers and attention layers among some modules have these bits."""
+    for mixer in (x for x in modules if isinstance(x, NativeMixer)):
+        mixer.cache_bits = cache_bits
+        mixer.declare()
+    for module in filter(is_attention, modules):
+        if not hasattr(module, "cache_bits"):
+            module.register_forward_pre_hook(keep_in_bits, with_kwargs=True)
+        module.cache_bits = cache_bits
+
+
+def is_attention(module: Any) -> bool:
+    """Whether a module is an attention layer of transformers, with keys and values in a cache."""
+    is_named = type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+    return is_named and is_of_transformers(module)
+
+
+def keep_in_bits(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A hook before an attention layer: its layer of the cache, if there is one, gets the bits of the module."""
+    bits = bits_by_kind(module.cache_bits, "attention")
+    if bits is None:
+        return
+    for cache in (kwargs[name] for name in NAMES if kwargs.get(name) is not None):
+        hold_in_bits(cache, module.layer_idx, bits)
 
 
 @remembered

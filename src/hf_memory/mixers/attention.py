@@ -1,6 +1,5 @@
 """Softmax attention, full or sliding, through transformers' attention interface."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
@@ -12,7 +11,7 @@ from hf_memory.convertible import Convertible
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.bits import pack_both, rounded, unpack
+from hf_memory.ops.bits import pack_both, rounded_after
 from hf_memory.ops.soft_cap import soft_capped
 
 
@@ -74,18 +73,10 @@ class AttentionMixer(Convertible, Projections):
         self, k: Tensor, v: Tensor, bits: int, cache: Cache | None
     ) -> tuple[Tensor, Tensor]:
         """The keys and values [B, H, tokens, D] that queries see; a cache, if there is one, has them in bytes."""
-        new = k, v
         packed = pack_both(k, v, bits)
-        seen = packed if cache is None else update(cache, self.layer_idx, *packed)
-        numbers = []
-        for x, all_bytes, own_bytes in zip(new, seen, packed):
-            if torch.is_grad_enabled() and x.requires_grad:
-                before = all_bytes[..., : all_bytes.shape[-2] - x.shape[-2], :]
-                past = unpack(before, x.shape[-1], bits, x.dtype)
-                numbers.append(torch.cat([past, rounded(x, own_bytes, bits)], -2))
-            else:
-                numbers.append(unpack(all_bytes, x.shape[-1], bits, x.dtype))
-        return numbers[0], numbers[1]
+        held = packed if cache is None else update(cache, self.layer_idx, *packed)
+        keys, values = (rounded_after(*rows, bits) for rows in zip((k, v), packed, held))
+        return keys, values
 
     def attend(
         self,

@@ -13,10 +13,11 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from hf_memory.cache import Spec, State
 from hf_memory.cache_argument import NAMES
 from hf_memory.mixers.attention import AttentionMixer
-from hf_memory.mixers.base import RECURRENT
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.checks import (
+    bits_by_kind,
     check,
+    check_bits,
     check_each,
     check_numbers,
     check_rope,
@@ -26,10 +27,7 @@ from hf_memory.modeling.checks import (
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.modeling.options import AttentionWindow, Experts, ProductKeys, TeacherShape
 from hf_memory.modeling.registration import KnownToPeft
-from hf_memory.ops.bits import BITS
 from hf_memory.ops.dispatch import BACKENDS
-
-BITS_OF_MATRICES = (16, 8)
 
 
 def of_mixers(**names: tuple[str, ...]) -> dict[str, str]:
@@ -265,22 +263,11 @@ class MemoryConfig(
 
     def bits_of(self, kind: str) -> int | None:
         """Bits of each number of a kind of states in the cache; None: all."""
-        bits = self.cache_bits
-        if isinstance(bits, dict):
-            return bits.get(kind)
-        return None if kind == RECURRENT else bits
+        return bits_by_kind(self.cache_bits, kind)
 
     def _check_bits(self) -> None:
         """Refuse bits that numbers cannot have, and bits of what no layer has."""
-        given = self.cache_bits
-        if not isinstance(given, dict):
-            check(given is None or given in BITS, "cache_bits", f"one of {BITS}, or None", given)
-            return
-        kinds = self.kinds_in_bits
-        for kind, bits in given.items():
-            check(kind in kinds, "cache_bits", f"a number, or a dict with some of {kinds}", given)
-            possible = BITS_OF_MATRICES if kind == RECURRENT else BITS
-            check(bits in possible, f"cache_bits of {kind!r}", f"one of {possible}", bits)
+        check_bits(self.cache_bits, lambda: self.kinds_in_bits)
 
     def check_states_in_bits(self) -> None:
         """Refuse a number of bits if some keys and values of tokens cannot have it; the config is valid otherwise."""

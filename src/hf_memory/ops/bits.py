@@ -71,6 +71,18 @@ def rounded(x: Tensor, packed: Tensor, bits: int) -> Tensor:
     return unpack(packed, x.shape[-1], bits, x.dtype)
 
 
+def rounded_after(x: Tensor, packed: Tensor, held: Tensor, bits: int) -> Tensor:
+    """The numbers [..., S + T, D] of packed rows that are held, of which the last T were packed from x [..., T, D].
+
+    The gradient of these is that of x, as if nothing were rounded; the rows before have none.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return unpack(held, x.shape[-1], bits, x.dtype)
+    before = held[..., : held.shape[-2] - x.shape[-2], :]
+    past = unpack(before, x.shape[-1], bits, x.dtype)
+    return torch.cat([past, rounded(x, packed, bits)], -2)
+
+
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bits: int) -> Tensor:

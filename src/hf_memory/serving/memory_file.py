@@ -14,14 +14,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_memory.cache import MemoryLayer, Spec, State, hold_a_memory, memory_layer
+from hf_memory.cache import (
+    LayerInBits,
+    MemoryLayer,
+    Spec,
+    State,
+    hold_a_memory,
+    hold_in_bits,
+    memory_layer,
+)
 from hf_memory.cache_argument import CACHE
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.folders import check_regular, replaced
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
+from hf_memory.modeling.checks import bits_by_kind
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.bits import BITS, scales
 
@@ -240,6 +249,11 @@ def _empty_cache(model: PreTrainedModel) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     for i in _mixers(model):
         hold_a_memory(cache, i)
+    bits = bits_by_kind(_bits(model), "attention")
+    if bits is not None and not isinstance(model.config, MemoryConfig):
+        for i, layer in enumerate(cache.layers):
+            if isinstance(layer, DynamicLayer):
+                hold_in_bits(cache, i, bits)
     return cache
 
 
@@ -251,15 +265,25 @@ def _specs(model: PreTrainedModel) -> list[Spec]:
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **{CACHE: cache})
     return [
-        layer.spec
-        if isinstance(layer, MemoryLayer)
-        else {name: State((x.shape[1], x.shape[3]), None, "token") for name, x in _tensors(layer)}
-        for layer in cache.layers
+        layer.spec if isinstance(layer, MemoryLayer) else _seen(layer) for layer in cache.layers
     ]
 
 
+def _seen(layer: Any) -> Spec:
+    """The states of a layer of keys and values, which has read a token."""
+    if isinstance(layer, LayerInBits):
+        what = {"dtype": torch.uint8, "largest": 255, "bits": layer.bits}
+    else:
+        what = {"dtype": None}
+    return {
+        name: State((x.shape[1], x.shape[3]), growth="token", **what) for name, x in _tensors(layer)
+    }
+
+
 def _bits(model: PreTrainedModel) -> Any:
-    return getattr(model.config, "cache_bits", None)
+    if isinstance(model.config, MemoryConfig):
+        return model.config.cache_bits
+    return next(iter(_mixers(model).values())).cache_bits
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
