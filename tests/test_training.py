@@ -78,6 +78,11 @@ def test_lora_has_targets_where_none_are_named(case):
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+def test_an_adapter_is_made_without_warnings(recwarn):
+    get_peft_model(make_model(CASES[0]), LoraConfig(task_type="CAUSAL_LM"))
+    assert [str(x.message) for x in recwarn if x.category is FutureWarning] == []
+
+
 @every_family
 def test_lora_trains_saves_reloads_merges_and_generates(case, tmp_path):
     data = [{"input_ids": row, "labels": row} for row in random_tokens(8, 9)]

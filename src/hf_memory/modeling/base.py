@@ -165,6 +165,11 @@ class MemoryPreTrainedModel(HubModel):
         self._keep_in_fp32_modules_strict = parts & set(type(self)._keep_in_fp32_modules_strict)
         super().post_init()
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """As `is_activation_checkpointing`. peft reads this older name, and transformers warns of it in vain."""
+        return self.is_activation_checkpointing
+
     def init_parallel_plans(self):
         """Set up tensor and expert parallelism, without plans for modules that this model does not have."""
         super().init_parallel_plans()
