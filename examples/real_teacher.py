@@ -190,17 +190,21 @@ def tokens_to_learn(recipe_file: Path) -> int:
 
 
 def say_how_long(teacher: PreTrainedModel, recipe_file: Path) -> None:
-    """Time one forward and backward pass of the teacher, and say what the recipe will take."""
+    """Time the teacher's forward and backward pass, and say what the recipe will take.
+
+    A step of distillation takes about as long: the teacher reads too, but only attention learns.
+    """
     tokens = torch.randint(1000, (1, 256))
-    teacher(tokens, labels=tokens).loss.backward()
-    start = time.perf_counter()
-    teacher(tokens, labels=tokens).loss.backward()
-    second = 256 / (time.perf_counter() - start)  # tokens
+    seconds = []
+    for _ in range(4):  # the first is slow, and other processes may slow some of the others
+        start = time.perf_counter()
+        teacher(tokens, labels=tokens).loss.backward()
+        seconds.append(time.perf_counter() - start)
     teacher.zero_grad()
     read = tokens_to_learn(recipe_file)
-    minutes = 1.8 * read / second / 60  # the teacher reads too, and a memory costs more
+    minutes = read / 256 * min(seconds) / 60
     print(
-        f"{read:,} tokens to learn on: up to {minutes:.0f} minutes on this machine; then it is measured",
+        f"{read:,} tokens to learn on: about {minutes:.0f} minutes if the machine is idle; then it is measured",
         flush=True,
     )
 

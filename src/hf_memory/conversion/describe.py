@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_memory.conversion.costs import UTILISATION, costs, read_device
 from hf_memory.conversion.plan import BYTES, Plan, Stage, resolve
-from hf_memory.conversion.recipe import TRAINED, TRANSFER_SCHEDULE, lora_rank_of
+from hf_memory.conversion.recipe import TRAINED, TRANSFER_SCHEDULE, counted, lora_rank_of
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
 from hf_memory.conversion.stages.trainer import TRAINING
 from hf_memory.conversion.stages.transfer import TRANSFER
@@ -300,10 +300,10 @@ def _kept(plan: Plan) -> str:
 
 def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.num_layers_to_rank:
-        yield "attention kept", f"in {plan.num_layers_to_rank} layers"
+        yield "attention kept", f"in {counted(plan.num_layers_to_rank, 'layer')}"
         yield "", f"ranked by their heads' {HEAD_SCORES[plan.keep.ranking]}"
     elif plan.num_heads_to_rank:
-        yield "attention kept", f"in {plan.num_heads_to_rank} key-value heads"
+        yield "attention kept", f"in {counted(plan.num_heads_to_rank, 'key-value head')}"
         yield "", f"ranked by their {HEAD_SCORES[plan.keep.ranking]}"
     elif plan.recipe.to is not None:
         layers = ", ".join(map(str, plan.kept_layers)) or "in no layer"

@@ -16,6 +16,11 @@ COLUMNS = 3  # of a window: tokens, labels and positions
 MAX_SEED = 2**32 - 4  # NumPy's largest seed, minus one for each stage
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which is in the plural unless there is one."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 class Schedule(NamedTuple):
     """The training schedule of a stage.
 
@@ -75,7 +80,7 @@ class Schedule(NamedTuple):
         lengths = f"{', then '.join(map(str, self.lengths))} tokens"
         chunks = f" in chunks of {self.chunk_length}" if 0 < self.chunk_length < self.length else ""
         return (
-            f"{self.steps} steps of {self.batch_size} window{'s' * (self.batch_size > 1)} of {lengths}{chunks}, "
+            f"{counted(self.steps, 'step')} of {counted(self.batch_size, 'window')} of {lengths}{chunks}, "
             f"learning rate {self.learning_rate:g}{factor} falling as a cosine{repeats}"
         )
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_memory.address import INSTALL
 from hf_memory.conversion.describe import past, settings, story, ways_to_serve
 from hf_memory.conversion.plan import Plan
+from hf_memory.conversion.recipe import counted
 from hf_memory.conversion.stages.distillation import DISTILLATION
 from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.evaluation import longest_window, plot_conversion, plot_heads, plot_task
@@ -175,6 +176,7 @@ def model_card(results: Results) -> ModelCard:
         eval_results=eval_results(results),
     )
     scores = score_table(results)
+    passages = len(_figure(results.last, "recall", "recall", results.longest, "samples") or ())
     fields: dict = {
         "install": INSTALL,
         "score_header": SCORE_HEADER,
@@ -187,12 +189,11 @@ def model_card(results: Results) -> ModelCard:
         "items": max(
             (len(row[SCORE]["samples"]) for row in scores_of(results.last).values()), default=0
         ),
-        "windows": len(
-            _figure(results.last, "perplexity", "perplexity", results.longest, "samples")
+        "windows": counted(
+            len(_figure(results.last, "perplexity", "perplexity", results.longest, "samples")),
+            "window",
         ),
-        "passages": len(
-            _figure(results.last, "recall", "recall", results.longest, "samples") or ()
-        ),
+        "passages": counted(passages, "passage") if passages else "",
         "shares": {
             layer: row["share"]["value"] for layer, row in results.last.get("memory", {}).items()
         },
