@@ -34,6 +34,7 @@ import test_own_losses
 import test_serving
 import test_texts
 import test_transformer
+import test_vllm_plugin
 from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
 from forms import FORMS
 from hf_memory import cache, cache_argument, save_memory
@@ -45,6 +46,7 @@ from hf_memory.evaluation import counts, language, scores, tasks
 from hf_memory.export import exporting
 from hf_memory.files import documents, tokenised
 from hf_memory.integrations import native
+from hf_memory.integrations.vllm import states
 from hf_memory.mixers import base, deltaformer, kv_eviction, memory_as_context, pasts, windowed
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
@@ -526,6 +528,20 @@ def test_a_virtual_token_that_kept_tokens_do_not_see_is_seen(monkeypatch):
     monkeypatch.setattr(windowed, "joined_softmax", lambda attended, beside: attended)
     with pytest.raises(AssertionError):
         test_kv_eviction.test_a_layer_keeps_the_tokens_that_its_config_says("virtual token", [60])
+
+
+@pytest.mark.parametrize("name", ["tokens_read", "keys", "values", "number", "received"])
+def test_a_state_of_vllm_that_another_sequence_writes_in_place_is_seen(name, monkeypatch):
+    mix = states.Pages._mixed
+
+    def of_others(self, projected, step, stored, pages=None):
+        if pages is not None:
+            pages = pages | {name: pages[name].roll(1)}
+        return mix(self, projected, step, stored, pages)
+
+    monkeypatch.setattr(states.Pages, "_mixed", of_others)
+    with pytest.raises(AssertionError):
+        test_vllm_plugin.test_sequences_in_steps_are_each_sequence_alone(CASE["attention-kept"])
 
 
 def test_a_hybrid_that_reads_packed_sequences_as_one_is_seen(monkeypatch):

@@ -20,7 +20,7 @@ from hf_memory.integrations.vllm.placement import (
     share,
     window_parts,
 )
-from hf_memory.integrations.vllm.states import Pages, Shelf, readings
+from hf_memory.integrations.vllm.states import Pages, Shelf, readings, shelves
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.whole_layers import WholeLayersConfig
@@ -176,6 +176,15 @@ def test_pages_are_hardly_larger_than_needed():
     assert len(taken) == len({*taken}) == 4 * 322
 
 
+def test_pages_of_two_processes_have_one_size():
+    config = make_config(CASE["attention-kept"])
+    parts = [share(config, rank, 2).state_specs for rank in range(2)]
+    found = shelves([{0: specs[0], 1: specs[1]} for specs in parts], torch.float32)
+    alone = [Shelf({0: specs[0], 1: specs[1]}, torch.float32).size for specs in parts]
+    assert alone[0] > alone[1] > 0  # the second process has a head that keeps everything
+    assert [shelf.size for shelf in found] == [alone[0]] * 2
+
+
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
     with pytest.raises(
@@ -232,7 +241,7 @@ def test_what_cannot_be_divided_is_refused():
         ("retention", "each head's decay"),
         ("deltaproduct", "num_householder"),
         ("titans-mag", "does not divide model.layers.0"),
-        ("attention-kept", "full_attention_heads beside a memory"),
+        ("gated-sinks", "slots beside full_attention_heads"),
     ):
         with pytest.raises(ValueError, match=f"tensor_parallel_size must be 1.*{fault}"):
             divided(make_config(CASE[name]), 2)

@@ -40,7 +40,7 @@ from hf_memory.integrations.vllm.placement import (
     style,
     window_parts,
 )
-from hf_memory.integrations.vllm.states import Pages, Projected, Reading, Shelf, readings
+from hf_memory.integrations.vllm.states import Pages, Projected, Reading, Shelf, readings, shelves
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
@@ -284,7 +284,7 @@ class ModelForVLLM(nn.Module):
         splitting = vllm_config.compilation_config.splitting_ops
         if self.memories and splitting is not None and OPERATION not in splitting:
             splitting.append(OPERATION)
-        shelf = self._shelf(vllm_config)
+        shelf = self._shelves(vllm_config)[self.rank]
         steps = Steps(self.memories)
         for i, layer in enumerate(self.model.layers):
             name = NAME.format(i)
@@ -302,11 +302,13 @@ class ModelForVLLM(nn.Module):
             Attended(mixer, attentions(mixer, name, parts, numbers, cache))
 
     @staticmethod
-    def _shelf(vllm_config: VllmConfig) -> Shelf:
-        """Pages for the states of the part of a model that a process has; all processes have alike ones."""
+    def _shelves(vllm_config: VllmConfig) -> list[Shelf]:
+        """Pages for the states of the part of a model that each process has, all of one size."""
         model = vllm_config.model_config
-        config = share(model.hf_config, 0, vllm_config.parallel_config.tensor_parallel_size)
-        return Shelf({i: config.state_specs[i] for i in memory_layers(config)}, model.dtype)
+        size = vllm_config.parallel_config.tensor_parallel_size
+        configs = [share(model.hf_config, rank, size) for rank in range(size)]
+        layers = memory_layers(model.hf_config)
+        return shelves([{i: x.state_specs[i] for i in layers} for x in configs], model.dtype)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings of tokens, before the embedding multiplier."""
@@ -423,7 +425,7 @@ class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid, SupportsMambaPrefixCa
         cls, vllm_config: VllmConfig
     ) -> tuple[tuple[int, ...], ...]:
         """Shape of the page of each memory layer."""
-        return ((cls._shelf(vllm_config).size,),)
+        return ((cls._shelves(vllm_config)[0].size,),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:

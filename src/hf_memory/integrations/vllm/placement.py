@@ -99,8 +99,11 @@ def share(config: Any, rank: int, size: int) -> Any:
         )
         == "retention",
         "num_householder above 1": getattr(config, "num_householder", 1) > 1,
-        "full_attention_heads beside a memory": bool(
-            config.full_attention_heads and memory_layers(config)
+        "slots beside full_attention_heads, since processes may have different numbers of the other heads": bool(
+            config.full_attention_heads and "sliding_memory" in config.layer_types
+        ),
+        "attention_sinks beside full_attention_heads and kept tokens, for the same reason": bool(
+            config.full_attention_heads and config.attention_sinks and memory_layers(config)
         ),
     }
     for name in (name for name, is_there in undivided.items() if is_there):

@@ -1,7 +1,7 @@
 """States of our models in vLLM's pages, and how a mixer reads the tokens of a step. This module needs no vLLM."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -66,6 +66,18 @@ class Shelf:
                 name: found[name].view(len(found[name]), *x.shape) for name, x in places
             }
         return self._states[layer]
+
+
+def shelves(parts: Sequence[Mapping[int, Spec]], dtype: torch.dtype) -> list[Shelf]:
+    """The pages of each process, for the states by layer of its part of a model: all have the size of the largest.
+
+    Processes have different states where heads that keep everything are not divided evenly.
+    """
+    found = [Shelf(specs, dtype) for specs in parts]
+    size = max(shelf.size for shelf in found)
+    for shelf in found:
+        shelf.size = size
+    return found
 
 
 class Reading(NamedTuple):
