@@ -532,14 +532,13 @@ def test_a_virtual_token_that_kept_tokens_do_not_see_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("name", ["tokens_read", "keys", "values", "number", "received"])
 def test_a_state_of_vllm_that_another_sequence_writes_in_place_is_seen(name, monkeypatch):
-    mix = states.Pages._mixed
+    apart = states.Shelf.apart
 
-    def of_others(self, projected, step, stored, pages=None):
-        if pages is not None:
-            pages = pages | {name: pages[name].roll(1)}
-        return mix(self, projected, step, stored, pages)
+    def of_first(self, layer, numbers):
+        found = apart(self, layer, numbers)
+        return [own | {name: found[0][name]} for own in found]
 
-    monkeypatch.setattr(states.Pages, "_mixed", of_others)
+    monkeypatch.setattr(states.Shelf, "apart", of_first)
     with pytest.raises(AssertionError):
         test_vllm_plugin.test_sequences_in_steps_are_each_sequence_alone(CASE["attention-kept"])
 

@@ -115,9 +115,9 @@ class Scores(NamedTuple):
 
     def of_heads(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores without a relation, of queries [B, H, G, C, D] and the keys [B, H, S, D] that a group shares."""
-        plain = q.shape[-1] if self.gates is None else self.gates.plain
-        group_rows = (self.scaling * q[..., :plain]).flatten(2, 3)
-        scores = (group_rows @ k[..., :plain].mT).unflatten(2, q.shape[2:4])
+        plain = [q, k] if self.gates is None else [x[..., : self.gates.plain] for x in (q, k)]
+        group_rows = (self.scaling * plain[0]).flatten(2, 3)
+        scores = (group_rows @ plain[1].mT).unflatten(2, q.shape[2:4])
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         scores = soft_capped(scores, self.softcap)
         return scores if self.gates is None else scores + self.gates.decay(q, k)

@@ -53,8 +53,8 @@ class Context(NamedTuple):
     attended: Tensor | None = (
         None  # [B, T, heads, V], of heads that keep everything if an engine runs these
     )
-    pages: dict[str, Tensor] | None = (
-        None  # [B] by state, the rows of `states` that are those of the tokens; None: all
+    rows: list["Context"] | None = (
+        None  # of each row alone, if their states are apart; only for one token of each row
     )
 
     def of(self, tokens: slice, states: States) -> "Context":
@@ -446,7 +446,7 @@ class MemoryMixer(Convertible, Projections):
         """Whether each row [B, T, hidden_size] is one token that follows others: here one token or many is decided."""
         return (
             hidden_states.shape[1] == 1
-            and bool(context.states)
+            and (context.rows is not None or bool(context.states))
             and context.attention_mask is None
             and context.cu_seqlens is None
             and not torch.is_grad_enabled()

@@ -46,6 +46,11 @@ class Entries(NamedTuple):
     number: Tensor  # [B, H, stay + block] int32, of the token in the sequence, from 1; 0: no token
     received: Tensor  # [B, H, stay + block] float32, the attention that an entry has received
 
+    @classmethod
+    def among(cls, states: States) -> "Entries":
+        """Those of the states of a layer."""
+        return cls(states["keys"], states["values"], states["number"], states["received"])
+
     def of(self, places: slice) -> "Entries":
         """Some of the entries."""
         return Entries(*(x[:, :, places] for x in self))
@@ -125,87 +130,85 @@ class KVEviction(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context
     ) -> tuple[Sequence[Tensor], States]:
         """The same for one token of each row, which follows others; the states are changed in place."""
-        states = context.states
-        held = Entries(states["keys"], states["values"], states["number"], states["received"])
-        if context.pages is not None:
-            return self._read_pages(q, k, v, scores, held, context), {}
-        stored = self._stored(k, v)
+        keys, values = self._stored(k, v)
+        if context.rows is None:
+            return self._read_stored(q, k, keys, values, scores, context), {}
+        if self.bits is None and scores.gates is None:
+            return self._read_rows(q, keys, values, scores, context.rows), {}
+        rows = zip(*(x.split(1) for x in (q, k, keys, values)))
+        attended = [
+            self._read_stored(q, k, keys, values, scores, alone)
+            for (q, k, keys, values), alone in zip(rows, context.rows)
+        ]
+        return [torch.cat(x) for x in zip(*attended)], {}
+
+    def _read_stored(
+        self, q: Tensor, k: Tensor, keys: Tensor, values: Tensor, scores: Scores, context: Context
+    ) -> Sequence[Tensor]:
+        """The outputs of `read_one`, for keys and values as the states have them."""
+        held = Entries.among(context.states)
         if context.uniform_length is None:
-            written = self._write_padded(held, *stored, context.states["tokens_read"])
+            written = self._write_padded(held, keys, values, context.states["tokens_read"])
         else:
-            written = self._write_uniform(held, *stored, context.uniform_length)
+            written = self._write_uniform(held, keys, values, context.uniform_length)
         attended, weights = self._attended_to_stored(q, k, written.seen, written.hidden, scores)
         written.seen.received.add_(weights)
         if written.ends is not None:
             self._end_blocks(held, written.ends)
-        return attended, {}
+        return attended
 
-    def _read_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, held: Entries, context: Context
+    def _read_rows(
+        self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, rows: list[Context]
     ) -> Sequence[Tensor]:
-        """The same where the entries of a row are those of one of the pages `held`, on a CPU; see `Context.pages`.
-
-        Numbers are read where they are, a row after the other; packed ones are copied first, since they are small.
-        """
-        pages: Any = context.pages
-        of_rows = Entries(*(pages[name] for name in Entries._fields))
-        tokens_read = context.states["tokens_read"][pages["tokens_read"]]
-        place = tokens_read % self.block
-        keys, values = self._stored(k, v)
-        new = keys[:, 0], values[:, 0], (tokens_read + 1)[:, None]
-        for x, page, y in zip(held, of_rows, new):
-            x[page, :, self.stay + place] = y.to(x.dtype)
-        rows = [
-            Entries(*(x[i] for x, i in zip(held, numbers)))
-            for numbers in zip(*(page.tolist() for page in of_rows))
+        """The same for rows whose states are apart, as numbers: what is small is computed for all of them at once."""
+        held = [Entries.among(alone.states) for alone in rows]
+        places = [
+            self._write_one(entries, key, value, alone.uniform_length or 0)
+            for entries, key, value, alone in zip(held, keys.split(1), values.split(1), rows)
         ]
-        places = place.tolist()
-        for row, at in zip(rows, places):
-            if at == 0:
-                row.received.mul_(DECAY)
-        number = held.number[of_rows.number]
-        if self.bits is None:
-            attended, weights = self._attended_rows(q, rows, number == 0, scores)
-        else:
-            packed_keys, packed_values = (x[page] for x, page in zip(held[:2], of_rows))
-            seen = Entries(packed_keys, packed_values, number, number)  # `received` is not read
-            attended, weights = self._attended_to_stored(q, k, seen, number == 0, scores)
-        for row, more, at in zip(rows, weights, places):
-            row.received.add_(more)
-            if at == self.block - 1:
-                self._end_blocks(Entries(*(x[None] for x in row)), place.new_ones(1, 1, 1).bool())
+        hidden = torch.cat([entries.number for entries in held]) == 0
+        attended, weights = self._attended_rows(q, held, hidden, scores)
+        for entries, more, place in zip(held, weights.split(1), places):
+            entries.received.add_(more)
+            if place == self.block - 1:
+                self._end_blocks(entries, hidden.new_ones(1, 1, 1))
         return attended
 
     def _attended_rows(
         self, q: Tensor, rows: list[Entries], hidden: Tensor, scores: Scores
     ) -> tuple[list[Tensor], Tensor]:
-        """See `_attended`, of rows [H, n, ...] that are anywhere in memory."""
+        """See `_attended`, of rows that are anywhere in memory."""
         B, H, n = hidden.shape
         by_group = (scores.scaling * q).reshape(B, H, -1, q.shape[3])
         asked = q.new_empty(*by_group.shape[:3], n)
         for one, row, out in zip(by_group, rows, asked):
-            torch.matmul(one, row.keys.to(q.dtype).mT, out=out)
+            torch.matmul(one, row.keys[0].to(q.dtype).mT, out=out)
         asked = soft_capped(upcast(asked), scores.softcap)
         asked = asked.masked_fill_(hidden[:, :, None], -torch.inf)
         weights = asked.softmax(-1)
         o = torch.empty_like(by_group)
         for one, row, out in zip(weights.to(q.dtype), rows, o):
-            torch.matmul(one, row.values.to(q.dtype), out=out)
+            torch.matmul(one, row.values[0].to(q.dtype), out=out)
         attended = [o.reshape(q.shape)]
         if self.needs_mass:
             attended.append(asked.logsumexp(-1).view(q.shape[:3]))
         return attended, weights.sum(2)
 
-    def _write_uniform(self, held: Entries, k: Tensor, v: Tensor, position: int) -> "Written":
-        """Write keys and values [B, 1, H, D] of tokens at the same position of each row."""
+    def _write_one(self, held: Entries, k: Tensor, v: Tensor, position: int) -> int:
+        """Write keys and values [B, 1, H, D] of tokens at the same position of each row: their place in the block."""
         place = position % self.block
         at = self.stay + place
-        held.keys[:, :, at] = k[:, 0]
-        held.values[:, :, at] = v[:, 0]
-        held.number[:, :, at] = position + 1
+        held.keys.select(2, at).copy_(k.select(1, 0))
+        held.values.select(2, at).copy_(v.select(1, 0))
+        held.number.select(2, at).fill_(position + 1)
         if place == 0:
             held.received.mul_(DECAY)
-        seen = held.of(slice(at + 1))
+        return place
+
+    def _write_uniform(self, held: Entries, k: Tensor, v: Tensor, position: int) -> "Written":
+        """Write the same, for what the token may see."""
+        place = self._write_one(held, k, v, position)
+        seen = Entries(*(x.narrow(2, 0, self.stay + place + 1) for x in held))
         # When a block begins after `stay` tokens or more, none of the entries that stay is empty.
         read_before_block = position - place
         hidden = None if read_before_block >= self.stay else seen.number == 0

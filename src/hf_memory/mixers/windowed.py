@@ -199,9 +199,9 @@ class WindowedMixer(MemoryMixer):
         return o.flatten(2), states
 
     @property
-    def reads_pages(self) -> bool:
-        """Whether one token of each row can be read with `Context.pages`: states in place, wherever rows are."""
-        return self.kv_eviction is not None and self.scores.gates is None
+    def reads_rows_apart(self) -> bool:
+        """Whether one token of each row can be read with `Context.rows`."""
+        return self.kv_eviction is not None
 
     def attend(
         self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
@@ -255,11 +255,8 @@ class WindowedMixer(MemoryMixer):
             o, new = self._attend_near_one(hidden_states, q, rows, context, heads)
             outputs.append(o)
             states |= new
-        tokens_read = context.states["tokens_read"]
-        if context.pages is None:
-            tokens_read.add_(1)
-        else:
-            tokens_read[context.pages["tokens_read"]] += 1
+        for alone in context.rows or [context]:
+            alone.states["tokens_read"].add_(1)
         after = context.states | states if states else context.states
         return outputs[0] if len(outputs) == 1 else self._in_order(outputs), after
 

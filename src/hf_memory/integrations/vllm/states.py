@@ -37,6 +37,7 @@ class Shelf:
         self.places: dict[int, dict[str, Place]] = {layer: {} for layer in specs}
         self._pages: dict[int, Tensor] = {}
         self._states: dict[int, States] = {}
+        self._apart: dict[int, dict[tuple[int, ...], States]] = {}  # of the last step, by layer
         ends = dict.fromkeys(specs, 0)
         sizes = [
             (math.prod(state.shape) * (state.dtype or dtype).itemsize, layer, name)
@@ -56,6 +57,7 @@ class Shelf:
         """Use a layer's pages [sequences, bytes] of uint8, which may be longer than `size`."""
         self._pages[layer] = pages
         self._states.clear()
+        self._apart.clear()
 
     def states(self, layer: int) -> States:
         """The states of a layer in all pages, as views."""
@@ -66,6 +68,19 @@ class Shelf:
                 name: found[name].view(len(found[name]), *x.shape) for name, x in places
             }
         return self._states[layer]
+
+    def apart(self, layer: int, numbers: Mapping[int, list[int]]) -> list[States]:
+        """The states of a layer for each sequence [1, ...], as views, where its pages have these numbers by layer."""
+        places = self.places[layer].values()
+        keys = [*zip(*(numbers[place.page] for place in places))]
+        known = self._apart.get(layer, {})
+        found = [known[key] if key in known else self._views(layer, key) for key in keys]
+        self._apart[layer] = dict(zip(keys, found))
+        return found
+
+    def _views(self, layer: int, key: tuple[int, ...]) -> States:
+        stored = self.states(layer).items()
+        return {name: x.narrow(0, number, 1) for (name, x), number in zip(stored, key)}
 
 
 def shelves(parts: Sequence[Mapping[int, Spec]], dtype: torch.dtype) -> list[Shelf]:
@@ -85,9 +100,13 @@ class Reading(NamedTuple):
 
     tokens: Tensor  # [N, T], positions in the row of all tokens
     rows: dict[int, Tensor]  # [N], the page of each sequence, by layer
-    uniform_length: (
-        int | None
-    )  # number of tokens that each sequence has read before, if they agree; 0: none has read any
+    before: list[int]  # number of tokens that each sequence has read before; all zero or none
+    numbers: dict[int, list[int]]  # `rows` on the host; on a CPU alone
+
+    @property
+    def uniform_length(self) -> int | None:
+        """The number of tokens that each sequence has read before, if they agree; 0: none has read any."""
+        return self.before[0] if len({*self.before}) == 1 else None
 
     def of(self, x: Tensor) -> Tensor:
         """Rows x [tokens of the step, ...] of these tokens, [N, T, ...]; a view if these are all."""
@@ -115,11 +134,11 @@ def readings(bounds: Tensor, lengths: Tensor, slots: Mapping[int, Tensor]) -> li
     for (new, _), before in alike.items():
         sequences = torch.tensor([*before], device=bounds.device)
         tokens = bounds[sequences, None] + torch.arange(new, device=bounds.device)
-        rows = {layer: x[sequences].long() for layer, x in slots.items()}
-        uniform_length = {*before.values()}
-        found.append(
-            Reading(tokens, rows, uniform_length.pop() if len(uniform_length) == 1 else None)
-        )
+        pages = {id(x): x[sequences].long() for x in slots.values()}  # many layers share them
+        rows = {layer: pages[id(x)] for layer, x in slots.items()}
+        is_on_host = bounds.device.type == "cpu"
+        numbers = {layer: x.tolist() for layer, x in rows.items()} if is_on_host else {}
+        found.append(Reading(tokens, rows, [*before.values()], numbers))
     return found
 
 
@@ -168,32 +187,19 @@ class Pages:
     def _stored(self) -> States:
         return self.shelf.states(self.layer)
 
-    def _own(self, rows: dict[int, Tensor]) -> States:
-        """The states of one sequence on a CPU, as views of its pages; none otherwise, where a place is not known."""
-        here = rows[self.layer]
-        if len(here) > 1 or here.device.type != "cpu":
-            return {}
-        return {name: x.narrow(0, int(i), 1) for (name, x), i in self._located(rows)}
-
-    def _located(self, rows: dict[int, Tensor]) -> Iterator[tuple[tuple[str, Tensor], Tensor]]:
-        """The states in all pages, by name, and the pages [N] that each is in."""
+    def _located(self, rows: dict[int, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The states in all pages, with their names and the pages [N] that each is in."""
         places = self.shelf.places[self.layer]
-        return ((x, rows[places[x[0]].page]) for x in self._stored.items())
+        return ((name, x, rows[places[name].page]) for name, x in self._stored.items())
 
     def _load(self, rows: dict[int, Tensor]) -> States:
-        """The states in some pages: views if there is one sequence, on a CPU, otherwise copies."""
-        return self._own(rows) or {
-            name: x.index_select(0, page) for (name, x), page in self._located(rows)
-        }
+        """Copies of the states in some pages."""
+        return {name: x.index_select(0, page) for name, x, page in self._located(rows)}
 
     def _save(self, rows: dict[int, Tensor], states: States) -> None:
-        """Write states to some pages, unless they were changed there."""
-        own = self._own(rows)
-        for (name, stored), page in self._located(rows):
-            if not own:
-                stored.index_copy_(0, page, states[name].to(stored.dtype))
-            elif own[name].data_ptr() != states[name].data_ptr():
-                own[name].copy_(states[name])
+        """Write states to some pages."""
+        for name, stored, page in self._located(rows):
+            stored.index_copy_(0, page, states[name].to(stored.dtype))
 
     def read(
         self,
@@ -233,59 +239,87 @@ class Pages:
         T = len(output)
         if steps is None:
             tokens = torch.arange(T, device=output.device)[None]
-            mixed, _ = self._mixed(projected, Reading(tokens, {}, 0), {})
+            mixed, _ = self._mixed(projected, Reading(tokens, {}, [0], {}), {})
             output.copy_(mixed[0])
             return
         if sum(step.tokens.numel() for step in steps) < T:
             output.zero_()
         for step in steps:
-            if self._reads_in_place(step):
-                pages = {name: page for (name, _), page in self._located(step.rows)}
-                mixed, _ = self._mixed(projected, step, dict(self._stored), pages)
+            mixed = self._mixed_step(projected, step)
+            if step.tokens.numel() == T:  # in order
+                output.copy_(mixed.flatten(0, 1))
             else:
-                spec = self.mixer.spec
-                stored = {} if step.uniform_length == 0 else self._load(step.rows)
-                states = in_numbers(stored, spec, projected.hidden_states.dtype)
-                mixed, states = self._mixed(projected, step, nested(states))
-                self._save(step.rows, as_stored(flat(states), spec))
-            output[step.tokens] = mixed
+                output[step.tokens] = mixed
+
+    def _mixed_step(self, projected: Projected, step: Reading) -> Tensor:
+        """Outputs [N, T, width] of the tokens of a reading, with the states in their pages.
+
+        On a CPU one sequence has views of its pages, and each of several where the mixer reads them apart.
+        """
+        N, T = step.tokens.shape
+        mixer: Any = self.mixer
+        is_begun = step.uniform_length != 0
+        if N == 1 and step.numbers:
+            (own,) = self.shelf.apart(self.layer, step.numbers)
+            mixed, states = self._mixed(projected, step, own if is_begun else {})
+            _write(own, states)
+            return mixed
+        if T == 1 and is_begun and step.numbers and self.projects and mixer.reads_rows_apart:
+            mixed, _ = self._mixed(projected, step, {}, self.shelf.apart(self.layer, step.numbers))
+            return mixed
+        mixed, states = self._mixed(projected, step, self._load(step.rows) if is_begun else {})
+        self._save(step.rows, states)
+        return mixed
 
     def finish(self, mixed: Tensor) -> Tensor:
         """The third part: outputs [1, T, hidden_size] from those of the second [T, width]."""
         mixer: Any = self.mixer
         return mixer.o_proj(mixed[None]) if self.projects else mixed[None]
 
-    def _reads_in_place(self, step: Reading) -> bool:
-        """Whether several sequences on a CPU have one token each, and the mixer finds their states by itself."""
-        N, T = step.tokens.shape
-        mixer: Any = self.mixer
-        is_decoded = T == 1 < N and step.uniform_length != 0
-        return (
-            is_decoded and self.projects and mixer.reads_pages and step.tokens.device.type == "cpu"
-        )
-
     def _mixed(
         self,
         projected: Projected,
         step: Reading,
         states: States,
-        pages: dict[str, Tensor] | None = None,
+        apart: list[States] | None = None,
     ) -> tuple[Tensor, States]:
-        """Outputs [N, T, width] of the tokens of a reading, and the states after them; for pages see `Context`."""
+        """Outputs [N, T, width] of the tokens of a reading, and the states after them as pages have them.
+
+        Args:
+            projected: of all tokens of the step.
+            step: the reading.
+            states: those before these tokens as pages have them, or none.
+            apart: those of each sequence alone, which change in place, instead of `states`.
+        """
         mixer: Any = self.mixer
-        of_step = Projected._make(None if x is None else step.of(x) for x in projected)
+        of_step = Projected._make([None if x is None else step.of(x) for x in projected])
         positions = None if of_step.cos is None else Positions(of_step.cos, of_step.sin)
+        numbers = in_numbers(states, mixer.spec, projected.hidden_states.dtype)
         context = Context(
             positions,
             None,
             None,
-            states,
+            nested(numbers),
             uniform_length=step.uniform_length,
             attended=of_step.attended,
-            pages=pages,
         )
+        if apart is not None:
+            rows = [
+                context._replace(states=own, uniform_length=length)
+                for own, length in zip(apart, step.before)
+            ]
+            context = context._replace(rows=rows)
         if self.projects:
-            return mixer.attend_after(
+            mixed, after = mixer.attend_after(
                 of_step.hidden_states, of_step.q, of_step.k, of_step.v, context
             )
-        return mixer.mix_after(of_step.hidden_states, context)
+        else:
+            mixed, after = mixer.mix_after(of_step.hidden_states, context)
+        return mixed, as_stored(flat(after), mixer.spec)
+
+
+def _write(own: States, states: States) -> None:
+    """Write states into the views of one sequence, unless they were changed there."""
+    for name, x in own.items():
+        if x.data_ptr() != states[name].data_ptr():
+            x.copy_(states[name])
