@@ -219,8 +219,16 @@ def test_a_student_has_bits_of_heads_that_a_conversion_chooses():
     assert {x.bits for spec in specs for name, x in spec.items() if name == "keys"} == {8}
 
 
-# A matrix, one of each level, weights that learn in chunks, and a window beside them.
-RECURRENT = ["linear-elu", "deltanet", "rwkv7", "log-linear-mamba2", "mesa", "titans-mac", "lact"]
+# A matrix, one of each level, weights that learn in chunks, slots, and windows beside them.
+RECURRENT = [
+    "linear-elu",
+    "deltanet",
+    "rwkv7",
+    "log-linear-mamba2",
+    "mesa",
+    "titans-mac",
+    "deltanet-window",
+]
 every_recurrent_case = pytest.mark.parametrize("name", RECURRENT)
 
 

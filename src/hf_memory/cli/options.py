@@ -86,6 +86,7 @@ CacheBits = Annotated[
     str | None,
     typer.Option(
         help="Bits of each number of keys and values in the cache: 8, 4, or full_attention_heads=4,window=8; "
+        "of matrices: recurrent_states=16 or 8; "
         "default: as the model's config says.",
         rich_help_panel=ADVANCED,
     ),

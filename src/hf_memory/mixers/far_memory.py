@@ -82,7 +82,8 @@ class SlotMemory(nn.Module):
     @classmethod
     def state_spec(cls, config, heads: int) -> Spec:
         """The values of the slots, and their denominators."""
-        return {"slot_values": State((heads, config.num_memory_slots, config.head_dim + 1))}
+        shape = heads, config.num_memory_slots, config.head_dim + 1
+        return {"slot_values": State(shape, is_recurrent=True)}
 
     def gates(self, hidden_states: Tensor) -> Tensor:
         """Gates for the writes of tokens [B, T, hidden_size] that leave the window, [B, T, H, num_gates] float32."""
@@ -210,7 +211,8 @@ class DeltaSlots(SlotMemory):
     def state_spec(cls, config, heads: int) -> Spec:
         """The values of the slots, and the sum of assignments to each slot."""
         counts = State((heads, config.num_memory_slots))
-        return {"slot_values": State((*counts.shape, config.head_dim)), "slot_counts": counts}
+        values = State((*counts.shape, config.head_dim), is_recurrent=True)
+        return {"slot_values": values, "slot_counts": counts}
 
     def gates(self, hidden_states: Tensor) -> Tensor:
         """The write strength, as a gate [B, T, H, 1] for hidden states [B, T, hidden_size]."""

@@ -27,7 +27,7 @@ from hf_memory.mixers.attention_blocks import (
     joined_softmax,
     rows_of,
 )
-from hf_memory.mixers.base import Context, MemoryMixer, Projections
+from hf_memory.mixers.base import RECURRENT, Context, MemoryMixer, Projections
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.kv_eviction import KVEviction
 from hf_memory.mixers.pasts import Everything, Past, Ring, Seen, in_bits
@@ -145,7 +145,8 @@ class WindowedMixer(MemoryMixer):
     @classmethod
     def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
         """See `Projections.kinds_in_bits`; also without full heads, which a conversion chooses later."""
-        return "window", "full_attention_heads"
+        has_slots = config.layer_types[layer_idx] == "sliding_memory"
+        return "window", "full_attention_heads", *([RECURRENT] if has_slots else [])
 
     @classmethod
     def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
