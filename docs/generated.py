@@ -77,8 +77,11 @@ def command_pages() -> Iterator[tuple[str, str]]:
 
 
 def plain(text: str) -> str:
-    """A text of a terminal, of which Markdown takes no character for a mark."""
-    return re.sub(r"([<*_])", r"\\\1", text)
+    """A text of a terminal, of which Markdown takes no character for a mark; flags and the example are code."""
+    parts = re.split(r"(^Example: .*$|(?<![\w-])--?[a-z][\w-]*)", text, flags=re.MULTILINE)
+    words = [re.sub(r"([<*_])", r"\\\1", part) for part in parts[::2]]
+    code = [re.sub(r"^(Example: )?(.*)", r"\1`\2`", part) for part in parts[1::2]]
+    return "".join(part for pair in zip(words, [*code, ""]) for part in pair)
 
 
 PLACES = {"<!-- families -->": families, "<!-- states -->": states, "<!-- commands -->": commands}
