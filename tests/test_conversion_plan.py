@@ -40,6 +40,11 @@ def planned(**recipe):
     )
 
 
+def test_one_step_of_one_window_is_in_the_singular():
+    one = SCHEDULE._replace(steps=1, batch_size=1)
+    assert str(one).startswith("1 step of 1 window of")
+
+
 @pytest.mark.parametrize(
     ("recipe", "true", "false"),
     [
