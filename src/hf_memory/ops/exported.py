@@ -28,6 +28,16 @@ def first_tokens(x: Tensor, tokens: int) -> Tensor:
     return x.index_select(1, torch.arange(tokens, device=x.device))
 
 
+def in_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
+    """x [B, T, ...] as [B, blocks, size, ...]; the last block is filled with `value`."""
+    T = x.shape[1]
+    number = (T + size - 1) // size
+    # a variable number of tokens would add a check that it is the number of blocks times their size
+    more = size if varies(T) else number * size - T
+    filled = F.pad(x, (0, 0) * (x.ndim - 2) + (0, more), value=value)
+    return first_tokens(filled, number * size).unflatten(1, (number, size))
+
+
 def in_pieces(piece: Callable, length: int, states: Any, rows: Any) -> tuple[list[Tensor], Any]:
     """Run `piece(states, rows)` on one piece of the tokens after the other, in a loop of the graph.
 

@@ -17,12 +17,12 @@ from hf_memory.mixers.attention_blocks import (
     attended_rows,
     blocks_in_turn,
     joined_softmax,
-    rows_of,
 )
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Everything, take
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.patterns import exact_with_pattern, pattern_of
+from hf_memory.ops.exported import first_tokens, in_blocks, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, random_block, window
 
 
@@ -121,16 +121,14 @@ def _attend_summaries(
 def _strided(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
     """Queries at distances that are multiples of the stride see the same far tokens, and form a group."""
     stride = mixer.config.pattern_size
-    B, T = q.shape[:2]
-    groups = min(stride, T)
+    T = q.shape[1]
+    groups = stride if varies(T) else min(stride, T)
     rest = (tokens.position[:, :1] + torch.arange(groups, device=q.device)) % stride
     places = rest[..., None] + torch.arange(0, past.keys.shape[1], stride, device=q.device)
-    seen = _at(past, places.flatten(1))
-    pad = -T % groups  # then sorted by position modulo `groups`
-    padded = F.pad(q, (0, 0, 0, 0, 0, pad)), F.pad(tokens.position, (0, pad), value=-1)
-    q, position = (x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2) for x in padded)
-    results = _grouped(mixer, q, position, seen, groups)
-    o, mass = (x.unflatten(0, (B, groups)).transpose(1, 2).flatten(1, 2)[:, :T] for x in results)
+    in_turn = in_blocks(q, groups), in_blocks(tokens.position, groups, -1)
+    q, position = (x.transpose(1, 2) for x in in_turn)  # sorted by position modulo `groups`
+    results = _grouped(mixer, q, position, past, places)
+    o, mass = (first_tokens(x.transpose(1, 2).flatten(1, 2), T) for x in results)
     return o, mass
 
 
@@ -138,13 +136,10 @@ def _random(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Att
     """Groups are blocks of queries, which see the first block and their random blocks."""
     config = mixer.config
     T = q.shape[1]
-    size = min(config.pattern_size, T)
-    blocks = -(-T // size)
-    pad = blocks * size - T
-    position = F.pad(tokens.position, (0, pad), value=-1)
+    size = config.pattern_size if varies(T) else min(config.pattern_size, T)
+    position = in_blocks(tokens.position, size, -1)
     # after other tokens, the queries of a group may be in two blocks of the text
-    q_blocks = tokens.position[:, ::size, None] // config.pattern_size
-    q_blocks = q_blocks + torch.arange(2, device=q.device)
+    q_blocks = position[..., :1] // config.pattern_size + torch.arange(2, device=q.device)
     drawn = [
         random_block(q_blocks, i, config.pattern_seed) for i in range(config.num_random_blocks)
     ]
@@ -154,19 +149,24 @@ def _random(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Att
     places = torch.where(
         starts < 0, -1, starts + torch.arange(config.pattern_size, device=q.device)
     )
-    columns = _at(past, places.flatten(1))
-    results = _grouped(mixer, F.pad(q, (0, 0, 0, 0, 0, pad)), position, columns, blocks)
-    o, mass = (rows_of([x], q) for x in results)
+    results = _grouped(mixer, in_blocks(q, size), position, past, places.flatten(2))
+    o, mass = (first_tokens(x.flatten(1, 2), T) for x in results)
     return o, mass
 
 
 def _grouped(
-    mixer: SparseMixer, q: Tensor, position: Tensor, columns: Columns, groups: int
+    mixer: SparseMixer, q: Tensor, position: Tensor, past: Columns, places: Tensor
 ) -> Attended:
-    """Attention of queries [B, groups * size], each group to its columns [B, groups * n]: [B * groups, size]."""
-    columns = columns.map(lambda x: x.unflatten(1, (groups, -1)).flatten(0, 1))
-    q, position = (x.unflatten(1, (groups, -1)).flatten(0, 1) for x in (q, position))
-    return mixer.scores.attend_with_mass(Blocks.of(q, Tokens(position), columns))
+    """Attention of groups of queries [B, groups, size, HQ, D] to the places [B, groups, n] of the past.
+
+    Returns the outputs [B, groups, size, HQ, D], and the logarithms of their masses [B, groups, size, HQ].
+    """
+    columns = _at(past, places.flatten(1)).map(lambda x: x.unflatten(1, places.shape[1:]))
+    blocks = Blocks.of(
+        q.flatten(0, 1), Tokens(position.flatten(0, 1)), columns.map(lambda x: x.flatten(0, 1))
+    )
+    o, mass = (x.unflatten(0, q.shape[:2]) for x in mixer.scores.attend_with_mass(blocks))
+    return o, mass
 
 
 def _at(past: Columns, places: Tensor) -> Columns:
