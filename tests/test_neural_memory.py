@@ -10,6 +10,7 @@ from forms import is_real, read_in_parts, tokens_of
 from hf_memory.ops.delta_rule import delta_rule
 from hf_memory.ops.linear_attention import linear_attention
 from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
+from hf_memory.ops.neural_memory.network import ACTIVATIONS
 from hf_memory.ops.neural_memory.reference import example
 
 PER_TOKEN = (
@@ -461,6 +462,17 @@ def test_states_are_kept_before_groups_of_chunks_only():
         )
         < 40 * P
     )
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@torch.no_grad()
+def test_exported_graphs_have_the_derivatives_of_activations(name, monkeypatch):
+    """By operations that every runtime has, in place of PyTorch's own backward functions."""
+    x = torch.linspace(-6, 6, 50, dtype=torch.float64)
+    g = torch.cos(x)
+    expected = ACTIVATIONS[name].backward(g, x)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert_close(ACTIVATIONS[name].backward(g, x), expected)
 
 
 BAD = {

@@ -7,6 +7,8 @@ weights or zero; both learn one pair a token by its squared error. They take chu
 to 64 channels, 16 with 128; in float32 32 with 16 channels, 16 with 64.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -21,8 +23,9 @@ from hf_memory.ops.inputs import (
     check_tensor,
     named_state,
 )
-from hf_memory.ops.layout import per_sequence, without_padding
-from hf_memory.ops.neural_memory.forms import form
+from hf_memory.ops.layout import PIECE, per_sequence, without_padding
+from hf_memory.ops.neural_memory import chunk, reference
+from hf_memory.ops.neural_memory.layout import pieces_of
 from hf_memory.ops.neural_memory.network import (
     ACTIVATIONS,
     LOSSES,
@@ -150,16 +153,32 @@ def neural_memory(
         for width in (P, 0 if momentum is None else P, P if chunk_size > 1 else 0)
     ]
     state = named_state(initial_state, NeuralMemoryState, [*shapes, (dims.N,)], like=q)
-    rows = *without_padding(mask, q, *pairs, momentum, decay, threshold, muon_lr), mask
-    op = form(
-        choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule)),
-        dims.T,
-        initial_state is None,
-    )
+    rows = without_padding(mask, q, *pairs, momentum, decay, threshold, muon_lr)
+    aligned, mask = pieces_of(q, mask, initial_state is None)
+    chosen = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
     o, state = per_sequence(
-        op, cu_seqlens, *rows, initial_state=state, weights=tuple(weights), norm=norm, rule=rule
+        _form(chosen, aligned),
+        cu_seqlens,
+        *rows,
+        mask,
+        initial_state=state,
+        piece=PIECE if chunk.is_exact(rule, weights, norm) else chunk_size,
+        weights=tuple(weights),
+        norm=norm,
+        rule=rule,
     )
     return o, state if output_final_state else None
+
+
+def _form(backend: str, aligned: bool) -> Callable:
+    """The form that runs; `aligned`: whether a chunk of each row begins with the first token."""
+    if backend == "reference":
+        return reference.neural_memory
+    if backend == "chunk":
+        return partial(chunk.neural_memory, aligned=aligned)
+    from hf_memory.ops.neural_memory.kernels import neural_memory as in_kernels
+
+    return partial(in_kernels, aligned=aligned)
 
 
 def _checked(dims: Dims, q: Tensor, **gates: Tensor | None) -> set[str]:

@@ -22,8 +22,6 @@ from hf_memory.ops.neural_memory.network import Inputs, NeuralMemoryState, Norm,
 from hf_memory.ops.neural_memory.one_chunk import Layers, Memory
 from hf_memory.ops.precision import in_float32
 
-EXACT_CHUNK = 64
-
 
 class Coefficients(NamedTuple):
     """Coefficients of chunks of C tokens, with leading dimensions [NC, N]; c, m and H are None without momentum."""
@@ -35,6 +33,12 @@ class Coefficients(NamedTuple):
     H: Tensor | None  # [..., 1, 1]
 
 
+def is_exact(rule: Rule, weights: Layers, norm: Norm | None) -> bool:
+    """Whether gradients at every token have the closed form of `exact`."""
+    is_linear = rule.chunk_size == 1 and rule.is_linear and rule.max_grad_norm is None
+    return is_linear and len(weights) == 1 and norm is None
+
+
 @in_float32
 def neural_memory(
     *rows: Any,
@@ -42,19 +46,21 @@ def neural_memory(
     weights: Layers,
     rule: Rule,
     norm: Norm | None = None,
-    fresh: bool = False,
+    aligned: bool = False,
     forms=(exact.run, dual.run),
 ) -> tuple[Tensor, NeuralMemoryState]:
-    """Same function as the reference; `forms` loop over chunks, for gradients at every token and at the anchor."""
+    """Same function as the reference.
+
+    `forms` loop over chunks, for gradients at every token and at the anchor; `aligned`: see `layout_of`.
+    """
     *given, mask = rows
     B, T, HV = given[2].shape[:3]
     phase = initial_state.phase
-    each_error = rule.chunk_size == 1 and rule.is_linear and rule.max_grad_norm is None
-    is_exact = each_error and len(weights) == 1 and norm is None
-    if is_exact:
-        layout = Layout(min(EXACT_CHUNK, T), None, None, [], phase)
+    each_error = is_exact(rule, weights, norm)
+    if each_error:
+        layout = Layout(exact.chunk_size(T), None, None, [], phase)
     else:
-        layout = layout_of(phase, mask, T, rule.chunk_size, fresh)
+        layout = layout_of(phase, mask, T, rule.chunk_size, aligned)
     arranged: Any = (x if x is None else arrange(repeat_heads(x, HV), layout) for x in given)
     inputs = Inputs(*arranged)
     real = real_places(mask, layout, B, T, inputs.q)
@@ -66,7 +72,7 @@ def neural_memory(
     ]
     memory = Memory(W, S, A, initial, per_row, closed, rule)
     if rule.is_linear:
-        run = forms[0] if is_exact else forms[1]
+        run = forms[0] if each_error else forms[1]
         o, state = run(
             inputs, _coefficients(inputs.lr, inputs.momentum, inputs.decay, real), memory
         )

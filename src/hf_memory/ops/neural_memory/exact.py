@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops.chunks import unit_lower_inverse
 from hf_memory.ops.neural_memory.network import Inputs, lift
 from hf_memory.ops.neural_memory.one_chunk import Memory
+
+CHUNK = 64
 
 
 class Products(NamedTuple):
@@ -34,6 +37,11 @@ class Products(NamedTuple):
     leaves: Any  # [NC, N, C, PARTS * K], keys multiplied by the last row of P and by m
     through: Any  # [NC, N, PARTS, PARTS], beta_n, c_n and H, which multiply the parts of M; None: all ones
     back: Any  # [NC, N, K, V], what decayed weights get of the initial weights; None: nothing
+
+
+def chunk_size(T: int) -> int:
+    """The number of tokens of a chunk, for T tokens: a power of two where inverses are doubled."""
+    return min(CHUNK, 1 << (T - 1).bit_length() if torch.compiler.is_exporting() else T)
 
 
 def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
@@ -56,7 +64,10 @@ def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
         v = v - (1 - before[..., :1]) * (k @ initial[0])
     rows = torch.cat([v, _outer(before, k)], dim=-1)
     system = (before_P * (k @ k.mT)).tril(-1)
-    rows = torch.linalg.solve_triangular(system, rows, upper=False, unitriangular=True)
+    if torch.compiler.is_exporting():  # other runtimes have no substitution
+        rows = unit_lower_inverse(system) @ rows
+    else:
+        rows = torch.linalg.solve_triangular(system, rows, upper=False, unitriangular=True)
     values, keys = rows.tensor_split([v.shape[-1]], dim=-1)
     reads = P * (q @ k.mT)
     asks = _outer(enters, q)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops.exported import varies
+
 
 class Layout(NamedTuple):
     """An arrangement of the tokens of each row in which chunks of all rows begin at multiples of C."""
@@ -19,11 +21,29 @@ class Layout(NamedTuple):
     phase: Tensor  # [B], the phase after the last token
 
 
-def layout_of(phase: Tensor, mask: Tensor | None, T: int, b: int, fresh: bool) -> Layout:
-    """The layout. Tokens keep their places if no chunk of the memory ends before the last one, or all end together."""
+def pieces_of(q: Tensor, mask: Tensor | None, fresh: bool) -> tuple[bool, Tensor | None]:
+    """Whether chunks are aligned with the pieces of a call that `per_sequence` makes, and the mask of the pieces.
+
+    In a graph for any number of tokens there are several, as long as chunks, of which the mask [B, T] tells tokens from
+    what the last one is filled with. `fresh`: whether the memory has read nothing.
+    """
+    if not varies(q.shape[1]):
+        return fresh, mask
+    if mask is None:
+        return fresh, q.new_ones(q.shape[:2], dtype=torch.bool)
+    return False, mask
+
+
+def layout_of(phase: Tensor, mask: Tensor | None, T: int, b: int, aligned: bool) -> Layout:
+    """The layout. Tokens keep their places if no chunk of the memory ends before the last one, or all end together.
+
+    `aligned`: whether a chunk of each row begins with the first token.
+    """
     after = phase + (T if mask is None else mask.sum(1))
-    if fresh and mask is None:
+    if aligned and mask is None:
         return Layout(min(b, T), None, None, [True] * -(-T // b) + [bool(T % b == 0)], after % b)
+    if aligned and b >= T:
+        return Layout(T, None, None, [True, after == b], after % b)
     many = (
         T + b - 1 if torch.compiler.is_compiling() else 0
     )  # a graph cannot depend on the longest row

@@ -155,19 +155,44 @@ class Activation(NamedTuple):
     second: Callable[[Tensor], Tensor]  # s''(x)
 
 
+def _silu_slope(x: Tensor) -> Tensor:
+    """Derivative of x sigmoid(x)."""
+    s = x.sigmoid()
+    return s * (1 + x * (1 - s))
+
+
 def _silu_second(x: Tensor) -> Tensor:
     """Second derivative of x sigmoid(x)."""
     s = x.sigmoid()
     return s * (1 - s) * (2 + x * (1 - 2 * s))
 
 
-def _gelu_tanh_second(x: Tensor) -> Tensor:
-    """Second derivative of the tanh approximation of gelu."""
+def _gelu_slope(x: Tensor) -> Tensor:
+    """Derivative of gelu."""
+    return 0.5 * (1 + torch.erf(x / sqrt(2))) + x * (-0.5 * x.square()).exp() / sqrt(2 * pi)
+
+
+def _gelu_second(x: Tensor) -> Tensor:
+    """Second derivative of gelu."""
+    return (-0.5 * x.square()).exp() / sqrt(2 * pi) * (2 - x.square())
+
+
+def _gelu_tanh_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tanh of gelu's approximation, and the first two derivatives of the argument of tanh."""
     c = sqrt(2 / pi)
     a = 0.044715
-    t = torch.tanh(c * (x + a * x**3))
-    du = c * (1 + 3 * a * x.square())
-    ddu = c * 6 * a * x
+    return torch.tanh(c * (x + a * x**3)), c * (1 + 3 * a * x.square()), c * 6 * a * x
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    """Derivative of the tanh approximation of gelu."""
+    t, du, _ = _gelu_tanh_parts(x)
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t.square()) * du
+
+
+def _gelu_tanh_second(x: Tensor) -> Tensor:
+    """Second derivative of the tanh approximation of gelu."""
+    t, du, ddu = _gelu_tanh_parts(x)
     dt = (1 - t.square()) * du
     return dt + 0.5 * x * ((1 - t.square()) * ddu - 2 * t * dt * du)
 
@@ -177,22 +202,24 @@ aten = torch.ops.aten
 
 def _silu_backward(g: Tensor, x: Tensor) -> Tensor:
     """The backward of silu; PyTorch's own cannot be differentiated."""
-    if not torch.is_grad_enabled():
-        return aten.silu_backward(g, x)
-    s = x.sigmoid()
-    return g * s * (1 + x * (1 - s))
+    return g * _silu_slope(x) if torch.is_grad_enabled() else aten.silu_backward(g, x)
+
+
+def _backward(fused: Callable, slope: Callable) -> Callable:
+    """g s'(x), by a function of PyTorch's, or in exported graphs, whose runtimes do not have it, by the slope s'."""
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        return g * slope(x) if torch.compiler.is_exporting() else fused(g, x)
+
+    return backward
 
 
 ACTIVATIONS = {
-    "silu": Activation(F.silu, _silu_backward, _silu_second),
-    "gelu": Activation(
-        F.gelu,
-        aten.gelu_backward,
-        lambda x: (-0.5 * x.square()).exp() / sqrt(2 * pi) * (2 - x.square()),
-    ),
+    "silu": Activation(F.silu, _backward(_silu_backward, _silu_slope), _silu_second),
+    "gelu": Activation(F.gelu, _backward(aten.gelu_backward, _gelu_slope), _gelu_second),
     "gelu_tanh": Activation(
         partial(F.gelu, approximate="tanh"),
-        partial(aten.gelu_backward, approximate="tanh"),
+        _backward(partial(aten.gelu_backward, approximate="tanh"), _gelu_tanh_slope),
         _gelu_tanh_second,
     ),
 }

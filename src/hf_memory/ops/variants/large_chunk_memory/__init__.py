@@ -15,7 +15,7 @@ from hf_memory.ops.inputs import (
     named_state,
 )
 from hf_memory.ops.layout import per_sequence, without_padding
-from hf_memory.ops.neural_memory.forms import in_graphs
+from hf_memory.ops.neural_memory.layout import pieces_of
 from hf_memory.ops.variants.large_chunk_memory import chunk, reference
 from hf_memory.ops.variants.large_chunk_memory.reference import (
     LargeChunkRule,
@@ -24,17 +24,6 @@ from hf_memory.ops.variants.large_chunk_memory.reference import (
 )
 
 __all__ = ["LargeChunkState", "large_chunk_memory"]
-
-
-def _form(backend: str, fresh: bool) -> Callable:
-    return (
-        reference.large_chunk_memory
-        if backend == "reference"
-        else partial(chunk.large_chunk_memory, fresh=fresh)
-    )
-
-
-form = in_graphs("large_chunk_memory", _form, LargeChunkState, LargeChunkRule)
 
 
 def large_chunk_memory(
@@ -94,11 +83,20 @@ def large_chunk_memory(
         initial_state, LargeChunkState, [*[(dims.N, dims.HV, P)] * 3, (dims.N,)], like=q
     )
     chosen = choose_backend(backend, q, "this memory runs in PyTorch alone")
-    op = form(chosen, dims.T, initial_state is None)
     rows = without_padding(mask, q, k, v, lr, momentum)
-    rule = LargeChunkRule(chunk_size, step_size)
+    aligned, mask = pieces_of(q, mask, initial_state is None)
+    op: Callable = partial(chunk.large_chunk_memory, aligned=aligned)
+    if chosen == "reference":
+        op = reference.large_chunk_memory
     o, state = per_sequence(
-        op, cu_seqlens, *rows, mask, initial_state=state, weights=tuple(weights), rule=rule
+        op,
+        cu_seqlens,
+        *rows,
+        mask,
+        initial_state=state,
+        piece=chunk_size,
+        weights=tuple(weights),
+        rule=LargeChunkRule(chunk_size, step_size),
     )
     return o, state if output_final_state else None
 

@@ -32,12 +32,12 @@ def large_chunk_memory(
     initial_state: LargeChunkState,
     weights: Layers,
     rule: LargeChunkRule,
-    fresh: bool = False,
+    aligned: bool = False,
 ) -> tuple[Tensor, LargeChunkState]:
-    """Same function as the reference."""
+    """Same function as the reference; `aligned`: see `layout_of`."""
     B, T, HV = v.shape[:3]
     chunk_size, step_size = rule
-    layout = layout_of(initial_state.phase, mask, T, chunk_size, fresh)
+    layout = layout_of(initial_state.phase, mask, T, chunk_size, aligned)
     arranged: Any = (
         arrange(x, layout) for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, lr, momentum)
     )
