@@ -4,7 +4,9 @@
     python benchmarks/export_onnx.py              # minutes; or: python benchmarks/export_onnx.py DeltaNet KDA
 
 Small random models in float32, exported by transformers' exporter with 2 rows of 12 tokens, and run with 3 rows of 37
-and 1 row of 130. Prints a table: the largest difference of logits, relative to the largest logit, or the error.
+and 1 row of 130. Where states have a fixed size, a step is exported, too: one token of each of 2 rows, given the states
+after 12 tokens, and run 8 times, each time with the states that it returned before. Prints a table: the largest
+differences of logits, relative to the largest logit, or the error.
 """
 
 import contextlib
@@ -13,11 +15,14 @@ import logging
 import platform
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import onnxruntime
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers.exporters.base import ExportedModel
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 import hf_memory  # noqa: F401, registers our models
@@ -32,7 +37,10 @@ SIZES = {
     "initializer_range": 0.3,  # at 0.02 a wrong state would hardly show
 }
 MAMBA = {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-WINDOW = {"layer_types": ["sliding_heads"], "sliding_window": 4, "full_attention_heads": [[1]]}
+WINDOW = {"layer_types": ["sliding_heads"], "sliding_window": 4}
+FULL = {"full_attention_heads": [[1]]}
+OWN_WINDOW = {"layer_types": ["sliding_memory"], "sliding_window": 4}
+SLOTS = {**OWN_WINDOW, "num_memory_slots": 6}
 KEPT = {"num_sink_tokens": 2, "num_kept_tokens": 6, "kept_block_size": 4}
 PATTERN = {"pattern_size": 4}
 PAST = {"sliding_window": 4, "num_sink_tokens": 2, "past_window": 4, "segment_length": 4}
@@ -45,15 +53,28 @@ FORMS = {
     "KDA": ("deltanet", {"gate": "vector"}),
     "RWKV-7": ("rwkv7", {}),
     "DeltaFormer": ("deltaformer", {}),
-    "full heads beside windows": ("transformer", WINDOW),
+    "DeltaFormer in a window": ("deltaformer", OWN_WINDOW),
+    "linear attention beside a window": ("linear", SLOTS),
+    "window": ("transformer", {**WINDOW, "num_sink_tokens": 2}),
+    "window and full heads": ("transformer", {**WINDOW, **FULL}),
     "kept tokens": ("transformer", {**WINDOW, **KEPT}),
-    "Transformer-XL": ("transformer", {**PATTERN, "position": "xl", "pattern": "bigbird"}),
-    "Shaw": ("transformer", {**PATTERN, "position": "relative", "pattern": "block_local"}),
-    "Infinite": ("transformer", {**PAST, "past": "infinite"}),
+    "kept tokens and full heads": ("transformer", {**WINDOW, **FULL, **KEPT}),
+    "Transformer-XL's positions, random": (
+        "transformer",
+        {**PATTERN, "position": "xl", "pattern": "bigbird"},
+    ),
+    "strided": ("transformer", {**PATTERN, "pattern": "strided_by_head"}),
+    "Shaw's positions": (
+        "transformer",
+        {**PATTERN, "position": "relative", "pattern": "block_local"},
+    ),
+    "routing": ("transformer", {"pattern": "routing", "num_buckets": 4}),
+    "Infinite attention": ("transformer", {**PAST, "past": "infinite"}),
     "Titans": ("titans", {}),
 }
 EXPORTED = (2, 12)  # rows and tokens
 RUN = ((3, 37), (1, 130))
+STEPS = 8
 
 
 def tokens(rows: int, length: int) -> torch.Tensor:
@@ -61,25 +82,68 @@ def tokens(rows: int, length: int) -> torch.Tensor:
     return torch.randint(3, SIZES["vocab_size"], (rows, length))
 
 
-@torch.no_grad()
-def difference(family: str, options: dict) -> float:
-    """The largest difference of logits of onnxruntime from ours, relative to the largest logit."""
+def small_model(family: str, options: dict) -> PreTrainedModel:
+    """A random model of one layer, the same at every call."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(f"hf_memory_{family}", **SIZES, **options)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    sample = {"input_ids": tokens(*EXPORTED), "use_cache": False}
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def exported(model: PreTrainedModel, sample: dict, **options: Any) -> ExportedModel:
+    """The graph of a call of the model, which onnxruntime runs."""
     with contextlib.redirect_stdout(io.StringIO()):  # of progress
-        exported = OnnxExporter().export(model, sample, config=OnnxConfig(dynamic=True))
+        return OnnxExporter().export(model, sample, config=OnnxConfig(**options))
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference of logits, relative to the largest logit."""
+    difference = (torch.as_tensor(found) - expected).abs().max()
+    return (difference / expected.abs().max()).item()
+
+
+def of_texts(model: PreTrainedModel) -> float:
+    """The largest difference for whole texts."""
+    graph = exported(model, {"input_ids": tokens(*EXPORTED), "use_cache": False}, dynamic=True)
+    texts = [tokens(*shape) for shape in RUN]
+    return max(off(graph(input_ids=x).logits, model(x).logits) for x in texts)
+
+
+def of_steps(model: PreTrainedModel) -> float | None:
+    """The largest difference for steps after each other; None if a state grows with the text."""
+    spec = model.config.state_specs
+    if any(state.growth == "token" for layer in spec for state in layer.values()):
+        return None
+    read = tokens(*EXPORTED)
+    step, graph_cache, our_cache = (_read(model, read) for _ in range(3))
+    sample = {"input_ids": read[:, :1], "past_key_values": step}
+    # of known shapes, onnxscript 0.7.2 drops reshapes that change a product
+    graph = exported(model, sample, dynamic=False, optimize=False)
     largest = 0.0
-    for shape in RUN:
-        read = tokens(*shape)
-        expected = model(read).logits
-        found = torch.as_tensor(exported(input_ids=read).logits)
-        off = (found - expected).abs().max() / expected.abs().max()
-        largest = max(largest, off.item())
+    for token in tokens(EXPORTED[0], STEPS).split(1, 1):
+        found = graph(input_ids=token, past_key_values=graph_cache)
+        graph_cache = found.past_key_values
+        expected = model(token, past_key_values=our_cache).logits
+        largest = max(largest, off(found.logits, expected))
     return largest
 
 
+def _read(model: PreTrainedModel, read: torch.Tensor) -> StaticCache:
+    """A cache that has read these tokens."""
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    model(read, past_key_values=cache)
+    return cache
+
+
+def cell(measure: Callable, model: PreTrainedModel) -> str:
+    """A difference, or the error."""
+    try:
+        result = measure(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return "-" if result is None else f"{result:.1e}"
+
+
+@torch.no_grad()
 def main(names: list[str]) -> None:
     """Print the table of some forms, or of all."""
     warnings.filterwarnings("ignore")
@@ -87,13 +151,10 @@ def main(names: list[str]) -> None:
     onnxruntime.set_default_logger_severity(4)
     versions = f"onnxruntime {onnxruntime.__version__}, transformers {transformers.__version__}"
     print(f"{platform.machine()}, torch {torch.__version__}, {versions}\n")
-    print("| form | difference |\n|---|---|")
+    print("| form | texts | steps |\n|---|---|---|")
     for name in names or FORMS:
-        try:
-            result = f"{difference(*FORMS[name]):.1e}"
-        except Exception as error:
-            result = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        print(f"| {name} | {result} |", flush=True)
+        model = small_model(*FORMS[name])
+        print(f"| {name} | {cell(of_texts, model)} | {cell(of_steps, model)} |", flush=True)
 
 
 if __name__ == "__main__":

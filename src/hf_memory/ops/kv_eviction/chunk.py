@@ -103,7 +103,8 @@ def places_that_stay(
     received = received[:, :, : len(older)]
     is_first = (number > 0) & (number <= first)
     rank = received.masked_fill(number == 0, -1).masked_fill(is_first, torch.inf)
-    best = rank.argsort(dim=-1, descending=True, stable=True)[..., : stay - window].sort(-1).values
+    ranked = rank.sort(dim=-1, descending=True, stable=True).indices
+    best = ranked[..., : stay - window].sort(-1).values
     return torch.where(ends, torch.cat([best, newer.expand(*best.shape[:2], -1)], 2), places[:stay])
 
 
@@ -317,6 +318,6 @@ def _scores(q: Tensor, k: Tensor, token: Tensor, later: Tensor, rule: Rule) -> T
     if rule.gates is not None:
         scores = scores + rule.gates.decay(q.unflatten(-2, (-1, c)), k)
     none = token == 0
-    none[..., -c:] = False  # padding sees itself, and counts nowhere
+    none[..., -c:].fill_(False)  # padding sees itself, and counts nowhere
     hidden = later.masked_fill(none.unsqueeze(-2), -torch.inf).unsqueeze(-3)
     return scores.add_(hidden).flatten(-3, -2)
