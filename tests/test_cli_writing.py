@@ -369,7 +369,10 @@ def write_model(student, folder, files):
             ["info", "STUDENT", "--cache-bits", "few"],
             "cache_bits must be int | dict[str, int], got 'few'",
         ),
-        (["info", "STUDENT", "--cache-bits", "window=8"], "a dict with some of ['attention'], got"),
+        (
+            ["info", "STUDENT", "--cache-bits", "window=8"],
+            "a dict with some of ['recurrent_states', 'attention'], got",
+        ),
         (
             ["info", "TEACHER", "--cache-bits", "8"],
             "must not be given for a model of another package",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 from rich import progress as rich
 
 from hf_memory.cli.terminal import console
@@ -18,13 +19,13 @@ WHY = {  # by how the name of a task begins: what it does, and what takes the ti
     "ranking heads": "the teacher reads passages forward and backward, to find the heads that its predictions need",
     "measuring untrained students": "each reads the same text, from the smallest cache on, until one is near enough",
     "measuring how many tokens layers keep": "the student reads a window twice for each layer",
-    "attention transfer": "each new layer learns what attention in its place gave; a GPU compiles kernels first",
-    "distillation": "teacher and student read each window, and the student learns from the difference; a GPU compiles "
-    "kernels first",
-    "fine-tuning": "the model learns from each window of text; a GPU compiles kernels first",
+    "attention transfer": "each new layer learns what attention in its place gave",
+    "distillation": "teacher and student read each window, and the student learns from the difference",
+    "fine-tuning": "the model learns from each window of text",
     "reading into the datastore": "the model reads the whole text and keeps a key for each token",
     "measuring": "the model reads held-out texts; long ones, and answers to questions, take most of the time",
 }
+TRAINING = ("attention transfer", "distillation", "fine-tuning")
 
 
 @contextmanager
@@ -54,7 +55,9 @@ def explained(report: Callable[[Progress], None]) -> Callable[[Progress], None]:
     def tell(now: Progress) -> None:
         name = next((x for x in WHY if now.task.startswith(x)), None)
         if name and name not in known:
-            console.print(f"{now.task}: {WHY[name]}", soft_wrap=True)
+            compiles = name in TRAINING and torch.cuda.is_available()
+            first = "; the GPU compiles kernels first" if compiles else ""
+            console.print(f"{now.task}: {WHY[name]}{first}", soft_wrap=True)
             known.add(name)
         report(now)
 

@@ -16,7 +16,7 @@ from hf_memory.conversion.choice import Tried
 from hf_memory.conversion.costs import read_device
 from hf_memory.conversion.describe import advice_rows, device_rows, fits
 from hf_memory.conversion.goal import CONTEXT
-from hf_memory.conversion.report import HEADER, RATIO_BELOW, SCORE_HEADER, score_table, table
+from hf_memory.conversion.report import HEADER, RATIO_BELOW, score_header, score_table, table
 
 HEAD_COLUMNS = ("layer/head", "score")
 TRIED = (
@@ -138,9 +138,10 @@ def show_saved(saved: Saved, folder: Path) -> None:
 def print_results(results: Results) -> None:
     """Print the results of all models, first the scores of their answers."""
     if scores := score_table(results):
-        print_table(scores, SCORE_HEADER, title="scores of answers")
+        print_table(scores, score_header(results), title="scores of answers")
     rows = table(results)
     models = len(results.rows)
     sections = ((None, *rows[i : i + models]) for i in range(0, len(rows), models))
     print_table(chain.from_iterable(sections), HEADER, title="on held-out text, by length")
-    console.print(RATIO_BELOW)
+    if results.is_conversion:
+        console.print(RATIO_BELOW)

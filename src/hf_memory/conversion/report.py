@@ -75,6 +75,11 @@ class Results:
     terms: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def is_conversion(self) -> bool:
+        """Whether the model is a student of a teacher, and not a model that was fine-tuned."""
+        return "student" in self.recipe
+
+    @property
     def is_far(self) -> bool:
         """Whether the student was measured on texts that are several times longer than its windows."""
         return self.longest >= FACTOR * self.window
@@ -179,7 +184,7 @@ def model_card(results: Results) -> ModelCard:
     passages = len(_figure(results.last, "recall", "recall", results.longest, "samples") or ())
     fields: dict = {
         "install": INSTALL,
-        "score_header": SCORE_HEADER,
+        "score_header": score_header(results),
         "scores": scores,
         "is_comparable": any(CANNOT not in row for row in scores),
         "header": HEADER,
@@ -229,7 +234,6 @@ def _datasets(results: Results) -> list[str]:
     return [name.split(":")[0] for name in results.text.split(", ") if "/" in name]
 
 
-SCORE_HEADER = ("questions", "teacher's score", "score", "ratio", "win and tie")
 HEADER = ("tokens", "model", "KL", "agreement", "perplexity", "ratio", "recall", "cache kB")
 RATIO_BELOW = (
     "A ratio of perplexities below one does not mean that the student is better than its teacher: it has learnt the "
@@ -238,8 +242,15 @@ RATIO_BELOW = (
 SPEED_HEADER = ("tokens", "model", "tokens/s read", "tokens/s written")
 
 
+def score_header(results: Results) -> tuple[str, ...]:
+    """The columns of `score_table`. The first model is the teacher of a conversion, or that before fine-tuning."""
+    first = next(iter(results.rows))
+    theirs = TEACHERS if results.is_conversion else f"score {first}"
+    return "questions", theirs, "score", "ratio", "win and tie"
+
+
 def score_table(results: Results) -> list[tuple[str, ...]]:
-    """The scores of the first and the last model as text, with the columns of SCORE_HEADER."""
+    """The scores of the first and the last model as text, with the columns of `score_header`."""
     first = next(iter(results.rows.values()))
     last = results.last
     rows = {"all that the teacher can answer": last[SUMMARY][ALL]} if SUMMARY in last else {}
