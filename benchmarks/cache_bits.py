@@ -1,6 +1,7 @@
 """What to spend the bytes of a cache on: full heads, kept tokens or bits; untrained students of SmolLM2-135M.
 
-    python benchmarks/cache_bits.py        # half an hour of one core; goes on where it was stopped
+    python benchmarks/cache_bits.py                # half an hour of one core; goes on where it was stopped
+    python benchmarks/cache_bits.py NAME=FOLDER    # a trained student in a folder, in a row of this name
 
 Students are that of recipes/smollm2.yaml before training, with other numbers of full heads and kept tokens, and other
 bits. Two rows of held-out text are read, in which passages come twice (`row_of`). KL is from the teacher in 16 bits,
@@ -22,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 import torch
 import yaml
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes
@@ -178,6 +179,13 @@ def models(teacher: PreTrainedModel) -> Iterator[tuple[str, Callable[[], PreTrai
         yield student.name, lambda student=student: untrained(teacher, student)
 
 
+def trained(asked: list[str]) -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
+    """The same for students in folders that are asked for."""
+    load = AutoModelForCausalLM.from_pretrained
+    for name, _, folder in (x.rpartition("=") for x in asked):
+        yield name, lambda folder=folder: load(folder, dtype=torch.float32).eval()
+
+
 def bytes_in_16_bits(count: Callable, config: PreTrainedConfig) -> int:
     """Bytes of the cache of a model that runs in bfloat16."""
     config = copy.deepcopy(config)
@@ -198,17 +206,18 @@ def main() -> None:
     tokens = read[:, : ROWS * LENGTH]
     long = read[:, -LONG:]
     rows = [row_of(x) for x in tokens.split(LENGTH, 1)]
-    chosen = [student.name for student in CHOSEN]
+    asked = [*trained(sys.argv[1:])]
+    long_too = [student.name for student in CHOSEN] + [name for name, _ in asked]
     expected = [predictions(teacher, row) for row in rows]
     whole = bytes_in_16_bits(kv_cache_bytes, teacher.config)
     known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
-    for name, make in models(teacher):
+    for name, make in asked or models(teacher):
         if name in known:
             continue
         model = make()
         part = bytes_in_16_bits(cache_bytes, model.config) / whole
         known[name] = {"part_of_cache": part, **measured(expected, model, rows)}
-        if name in chosen:
+        if name in long_too:
             known[name]["kl_by_position"] = by_position(teacher, model, long)
         print(json.dumps({name: known[name]}), flush=True)
         about = {"rows of text": ROWS, "tokens of a row": LENGTH, "rows": known}
