@@ -520,6 +520,8 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             loss, logits, cache_of(outputs), outputs.hidden_states, outputs.attentions
         )
 
+    _generate = takes_cache(GenerationMixin.generate, CACHE)
+
     @wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
         """The same as in transformers; `cache_bits` are those of the cache of this call, in place of the config's.
@@ -528,13 +530,13 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             ValueError: if there are two caches, or one of other bits, or the model cannot have the bits.
         """
         if "cache_bits" not in kwargs:
-            return super().generate(*args, **named_cache(kwargs, CACHE))
+            return self._generate(*args, **kwargs)
         config = self.config
         before = config.cache_bits
         config.cache_bits = kwargs.pop("cache_bits")
         try:
             config.validate_architecture()
-            return super().generate(*args, **named_cache(kwargs, CACHE))
+            return self._generate(*args, **kwargs)
         finally:
             config.cache_bits = before
 
