@@ -70,8 +70,9 @@ class State:
 
         Only numbers in the model's dtype are packed, and not counts, nor what is declared in float32.
         """
-        if bits is None or self.dtype is not None:
-            return self
+        return self if bits is None or self.dtype is not None else self._packed(bits)
+
+    def _packed(self, bits: int) -> "State":
         *rows, channels = self.shape
         shape = *rows, packed_bytes(channels, bits)
         return replace(self, shape=shape, dtype=torch.uint8, largest=255, bits=bits)
@@ -86,9 +87,7 @@ class State:
             return self
         if bits == 16:
             return replace(self, dtype=torch.bfloat16, bits=bits, numbers=self)
-        *rows, channels = self.shape
-        shape = *rows, packed_bytes(channels, bits)
-        return replace(self, shape=shape, dtype=torch.uint8, largest=255, bits=bits, numbers=self)
+        return replace(self._packed(bits), numbers=self)
 
     def grown_shape(self, tokens_read: int) -> tuple[int, ...]:
         """The number of entries of a row after some tokens, as a shape; empty if the state does not grow."""

@@ -136,8 +136,10 @@ def readings(bounds: Tensor, lengths: Tensor, slots: Mapping[int, Tensor]) -> li
         tokens = bounds[sequences, None] + torch.arange(new, device=bounds.device)
         pages = {id(x): x[sequences].long() for x in slots.values()}  # many layers share them
         rows = {layer: pages[id(x)] for layer, x in slots.items()}
-        is_on_host = bounds.device.type == "cpu"
-        numbers = {layer: x.tolist() for layer, x in rows.items()} if is_on_host else {}
+        numbers: dict[int, list[int]] = {}
+        if bounds.device.type == "cpu":
+            on_host = {key: x.tolist() for key, x in pages.items()}
+            numbers = {layer: on_host[id(x)] for layer, x in slots.items()}
         found.append(Reading(tokens, rows, [*before.values()], numbers))
     return found
 
