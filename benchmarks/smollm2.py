@@ -73,11 +73,10 @@ DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 def recipe_of(file: Path) -> tuple[Recipe, int]:
     """A recipe of a file, and how many tokens of the text it reads."""
     run = yaml.safe_load(file.read_text(encoding="utf-8"))
+    usual = Recipe(run.get("to", "attention"), options=run["option"]).schedules
     stages = {
         name: read_schedule(
-            name,
-            getattr(Recipe(), name),
-            [f"{field}={value}" for field, value in run[name].items()],
+            name, usual[name], [f"{field}={value}" for field, value in run[name].items()]
         )
         for name in ("transfer", "distillation")
     }

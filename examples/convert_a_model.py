@@ -1,6 +1,6 @@
 """Convert a Transformer that you have into a student with a small cache, and compare the two.
 
-    python examples/convert_a_model.py path/or/repo/of/a/llama my_text.txt student --steps 250
+    python examples/convert_a_model.py path/or/repo/of/a/llama my_text.txt student
 
 The command `hf-memory convert` does the same, and writes a card with measurements and pictures.
 """
@@ -12,7 +12,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads tha
 
 from hf_memory.conversion import (
     Recipe,
-    Schedule,
     convert,
     load_teacher,
     load_tokenizer,
@@ -24,7 +23,7 @@ from hf_memory.evaluation import agreement, cache_share
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 for name in ("teacher", "text", "student"):
     parser.add_argument(name)
-parser.add_argument("--steps", type=int, default=250)
+parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--length", type=int, default=2048, help="tokens of a step")
 arguments = parser.parse_args()
 
@@ -34,7 +33,7 @@ held_out = tokens[-len(tokens) // 10 :]
 learned_from = tokens[: len(tokens) - len(held_out)]
 
 # Without more, one key-value head of eleven keeps everything: those that predictions need most.
-steps = Schedule(arguments.steps, learning_rate=1e-4, batch_size=1, length=arguments.length)
+steps = Recipe().distillation._replace(steps=arguments.steps, length=arguments.length)
 converted = convert(teacher, learned_from, Recipe(distillation=steps))
 for name, value in plan_rows(converted.plan):
     print(f"{name:26}{value}")

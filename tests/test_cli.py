@@ -315,7 +315,7 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     assert json.loads((first / "results.json").read_text())["recipe"]["cross_entropy"] == 0.5
     given = {"steps": 2, "batch_size": 2, "length": 32}  # other fields have their defaults
     assert described["transfer"] == {**Recipe().transfer._asdict(), **given}
-    assert described["distillation"] == {**Recipe().distillation._asdict(), **given}
+    assert described["distillation"] == {**Recipe("gated").distillation._asdict(), **given}
     assert not {"config", "overwrite", "fine-tuning"} & set(described)
 
     assert run("convert", "--config", first / "run.yaml", "--output", second)[0] == 0

@@ -178,6 +178,21 @@ def test_only_attention_learns_where_the_teacher_has_all_parts(to, options, trai
 
 
 @pytest.mark.parametrize(
+    ("to", "options", "steps", "rate"),
+    [
+        ("attention", {}, 20, 3e-5),
+        ("attention", {"num_kept_tokens": 100, "sliding_window": 32}, 20, 3e-5),
+        ("attention", {"sliding_window": 100}, 250, 1e-4),
+        ("attention", {"attention_sinks": True}, 250, 1e-4),
+        ("deltanet", {}, 250, 1e-4),
+    ],
+)
+def test_students_that_begin_near_their_teacher_learn_little_by_default(to, options, steps, rate):
+    usual = Recipe(to, options=options).distillation
+    assert (usual.steps, usual.learning_rate) == (steps, rate)
+
+
+@pytest.mark.parametrize(
     ("to", "options", "window", "kept", "bits"),
     [
         ("attention", {}, 64, 371, 8),

@@ -124,16 +124,14 @@ class StudentFlags:
         given: dict = {
             x.name: getattr(self, x.name) for x in fields(Recipe) if hasattr(self, x.name)
         }
-        given |= {
-            name: read_schedule(name, usual, given[name])
-            for name, usual in DEFAULT.schedules.items()
-        }
         kept = ("auto" if self.to == DEFAULT.to else "none") if self.servable else None
         given["keep"] = self.keep or kept
         given["goal"] = None if self.goal is None else options.read_goal(self.goal)
         given["options"] = (
             conversion.SERVABLE[self.to] if self.servable else {}
         ) | options.read_pairs(self.option)
+        usual = Recipe(self.to, options=given["options"]).schedules
+        given |= {name: read_schedule(name, x, given[name]) for name, x in usual.items()}
         return Recipe(**given)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 
 from hf_memory.conversion.keep import Keep
+from hf_memory.conversion.students import keeps_tokens
 from hf_memory.files.ram import memory_for
 from hf_memory.modeling.checks import LARGEST, check, check_type
 
@@ -132,7 +133,21 @@ TRANSFER_SCHEDULE = Schedule(100, 3e-3, batch_size=1, length=1024, warmup=0.1, r
 DISTILLATION_SCHEDULE = Schedule(
     250, 1e-4, batch_size=1, length=2048, warmup=0.1, memory_factor=20.0, repeats=0.3
 )
+NEAR_SCHEDULE = DISTILLATION_SCHEDULE._replace(steps=20, learning_rate=3e-5)
 NO_FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
+
+
+def usual_distillation(to: str | None, options: Mapping[str, Any]) -> Schedule:
+    """The default schedule of distillation, short and careful for students that begin near their teacher.
+
+    These are the students without another memory whose heads keep tokens.
+
+    Args:
+        to: the student's memory, as in `Recipe`.
+        options: fields of the student's config that the user has set.
+    """
+    is_near = to == "attention" and keeps_tokens(options)
+    return NEAR_SCHEDULE if is_near else DISTILLATION_SCHEDULE
 
 
 @dataclass(frozen=True)
@@ -157,7 +172,8 @@ class Recipe:
         transfer: schedule of attention transfer. Windows of the default length are shortened for a teacher or a text
             that has fewer tokens, here and in distillation. A stage with 0 steps is left out. Attention transfer is
             also left out if the student equals its teacher before any training.
-        distillation: schedule of distillation, in which what `train` says learns from the teacher's predictions.
+        distillation: schedule of distillation, in which what `train` says learns from the teacher's predictions;
+            default: `usual_distillation`.
         fine_tuning: schedule of fine-tuning. Its windows may be longer than the teacher's largest position.
         train: what distillation trains. `"all"` weights; with `"attention"` all but embeddings and feed-forward layers,
             which stay the teacher's; the parts that are `"new"`, so that what equals the teacher stays so; or with
@@ -178,7 +194,7 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     spread_kept: bool = False
     transfer: Schedule = TRANSFER_SCHEDULE
-    distillation: Schedule = DISTILLATION_SCHEDULE
+    distillation: Schedule = None  # type: ignore[assignment]  # until it is made
     fine_tuning: Schedule = NO_FINE_TUNING
     train: str = None  # type: ignore[assignment]  # until `resolve`
     lora_rank: int | None = None
@@ -191,10 +207,15 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.keep is not None:
             object.__setattr__(self, "keep", Keep.parse(self.keep))
+        if self.distillation is None:
+            object.__setattr__(self, "distillation", usual_distillation(self.to, self.options))
 
     def fitting(self, keep: str, longest: int) -> "Recipe":
         """The recipe with this default for `keep`, and with windows of default lengths that have at most `longest`."""
-        usual = {"transfer": TRANSFER_SCHEDULE, "distillation": DISTILLATION_SCHEDULE}
+        usual = {
+            "transfer": TRANSFER_SCHEDULE,
+            "distillation": usual_distillation(self.to, self.options),
+        }
         given = {name: getattr(self, name) for name in usual}
         short = {
             name: x._replace(length=longest)

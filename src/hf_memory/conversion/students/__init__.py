@@ -104,6 +104,16 @@ def find_student(name: str) -> Family:
     return STUDENTS[name]
 
 
+def keeps_tokens(options: Mapping) -> bool:
+    """Whether heads of a student without another memory keep tokens beside their window.
+
+    They do by default, unless options have a window or what stands for the first tokens.
+    """
+    others = ("sliding_window", "num_kept_tokens", "attention_sinks", "virtual_token")
+    has_others = any(options.get(name, False) is not False for name in others)
+    return bool(options.get("num_kept_tokens")) or not has_others
+
+
 def usual_window(
     teacher: PreTrainedConfig, to: str, options: Mapping, tokens: int = WINDOW
 ) -> dict[str, int]:
@@ -116,8 +126,7 @@ def usual_window(
     if not can_have_windows(to):
         return {}
     own = own_window(teacher)
-    given = ("sliding_window", "num_kept_tokens", "attention_sinks", "virtual_token")
-    if own or to != "attention" or any(options.get(name, False) is not False for name in given):
+    if own or to != "attention" or "num_kept_tokens" in options or not keeps_tokens(options):
         return {"sliding_window": own or tokens}
     near = tokens // 4
     entries = tokens * 16 // 9  # a number in 8 bits takes 9 with its scales
