@@ -23,31 +23,31 @@ COSTS = {  # of benchmarks/decode.py: label, colour
 MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
     "teacher in 8 bits": ("teacher in 8 bits", "black", (4, 9), "right"),
     "teacher in 4 bits": ("teacher in 4 bits", "black", (0, 10), "center"),
-    "8 full heads in 8 bits, 371 kept tokens alike, window 64, in 8": (
+    "default, 20 steps at 3e-5, seed 0": (
         "default, 8 bits",
         "tab:orange",
         (-7, 2),
         "right",
     ),
     "8 full heads in 16 bits, 172 kept tokens alike, window 64, in 16": (
-        "default in 16 bits",
+        "default in 16 bits,\nuntrained",
         "tab:green",
         (7, 0),
         "left",
     ),
-    "8 full heads in 8 bits, 2.9 x kept tokens, window 64, in 8": (
+    "near, 20 steps at 3e-5, seed 0": (
         "near, 8 bits",
         "tab:orange",
         (7, -2),
         "left",
     ),
-    "8 full heads in 4 bits, 0.9 x kept tokens, window 64, in 8": (
+    "small, 40 steps at 3e-5, seed 0": (
         "small, 4 and 8 bits",
         "tab:purple",
         (0, 10),
         "center",
     ),
-    "8 full heads of 2560 tokens in 4 bits, 0.65 x kept tokens, window 32, in 8": (
+    "constant, 40 steps at 3e-5, seed 0": (
         "constant, 4 and 8 bits",
         "tab:blue",
         (7, 0),
