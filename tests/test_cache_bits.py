@@ -21,7 +21,8 @@ from hf_memory.evaluation import cache_bytes
 
 NAMES = [name for name in CASE if name.endswith("-bits")]
 every_case_with_bits = pytest.mark.parametrize("name", NAMES)
-STORES = {  # other mixers that hold keys and values in bits, with options of a case
+STORES = {  # other mixers that hold keys and values in bits, and bits of other parts, with options of a case
+    "attention-kept": {},
     "titans-mag": {},
     "titans-mac": {},
     "mosaic-full": {},

@@ -132,18 +132,17 @@ class KVEviction(NamedTuple):
         """The same for one token of each row, which follows others; the states are changed in place."""
         keys, values = self._stored(k, v)
         if context.rows is None:
-            return self._read_stored(q, k, keys, values, scores, context), {}
+            return self._read_stored(q, keys, values, scores, context), {}
         if self.bits is None and scores.gates is None:
             return self._read_rows(q, keys, values, scores, context.rows), {}
-        rows = zip(*(x.split(1) for x in (q, k, keys, values)))
+        rows = zip(*(x.split(1) for x in (q, keys, values)))
         attended = [
-            self._read_stored(q, k, keys, values, scores, alone)
-            for (q, k, keys, values), alone in zip(rows, context.rows)
+            self._read_stored(*row, scores, alone) for row, alone in zip(rows, context.rows)
         ]
         return [torch.cat(x) for x in zip(*attended)], {}
 
     def _read_stored(
-        self, q: Tensor, k: Tensor, keys: Tensor, values: Tensor, scores: Scores, context: Context
+        self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, context: Context
     ) -> Sequence[Tensor]:
         """The outputs of `read_one`, for keys and values as the states have them."""
         held = Entries.among(context.states)
@@ -151,7 +150,7 @@ class KVEviction(NamedTuple):
             written = self._write_padded(held, keys, values, context.states["tokens_read"])
         else:
             written = self._write_uniform(held, keys, values, context.uniform_length)
-        attended, weights = self._attended_to_stored(q, k, written.seen, written.hidden, scores)
+        attended, weights = self._attended_to_stored(q, written.seen, written.hidden, scores)
         written.seen.received.add_(weights)
         if written.ends is not None:
             self._end_blocks(held, written.ends)
@@ -244,7 +243,7 @@ class KVEviction(NamedTuple):
         return (k, v) if self.bits is None else pack_both(k, v, self.bits)
 
     def _numbers(self, entries: Entries, like: Tensor) -> Entries:
-        """Entries of the states with keys and values as numbers [..., D] in the dtype of keys `like` [..., D]."""
+        """Entries of the states with numbers for keys and values, as many and in the dtype of rows `like` [..., D]."""
         keys, values = entries.keys, entries.values
         if self.bits is None:
             return entries._replace(keys=keys.to(like.dtype), values=values.to(like.dtype))
@@ -333,12 +332,12 @@ class KVEviction(NamedTuple):
         )
 
     def _attended_to_stored(
-        self, q: Tensor, k: Tensor, seen: Entries, hidden: Tensor | None, scores: Scores
+        self, q: Tensor, seen: Entries, hidden: Tensor | None, scores: Scores
     ) -> tuple[list[Tensor], Any]:
-        """See `_attended`, of entries as the states have them; k are keys [B, 1, H, D] of the same call."""
+        """See `_attended`, of entries as the states have them."""
         if self.bits is not None and scores.gates is None and reads_bytes(q, self.backend):
             return self._attended_in_bits(q, seen, hidden, scores)
-        return self._attended(q, self._numbers(seen, k), hidden, scores)
+        return self._attended(q, self._numbers(seen, q), hidden, scores)
 
     def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):
         """Attention of a query of each row [B, 1, HQ, D] to entries, except for hidden ones [B, H, n].

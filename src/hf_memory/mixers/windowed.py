@@ -32,6 +32,7 @@ from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.kv_eviction import KVEviction
 from hf_memory.mixers.pasts import Everything, Past, Ring, Seen, in_bits
 from hf_memory.mixers.positions import Positions
+from hf_memory.ops.bits import pack_both
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
 
 
@@ -105,9 +106,9 @@ class WindowedMixer(MemoryMixer):
         self.kv_eviction = (
             _kv_eviction(config, layer_idx) if config.kept_tokens[layer_idx] else None
         )
-        self._declare_pasts()
         parts = (True, self.near_heads), (False, self.full_heads)
         self.parts = [(is_near, _slices(heads)) for is_near, heads in parts if heads]
+        self._declare_pasts()
 
     def declare(self) -> None:
         """See `Projections.declare`."""
@@ -119,6 +120,11 @@ class WindowedMixer(MemoryMixer):
         self.full_past = _full_past(self.config, self.layer_idx)
         if self.kv_eviction is not None:
             self.kv_eviction = self.kv_eviction._replace(bits=self.config.bits_of("window"))
+        # One token's keys and values of both parts are packed in one call, which takes half of the time, unless the
+        # memory needs their numbers.
+        bits = [self.config.bits_of(kind) for kind in ("window", "full_attention_heads")]
+        is_one = len(self.parts) > 1 and self.far is None and bits[0] == bits[1]
+        self.bits_of_parts = bits[0] if is_one else None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -239,8 +245,10 @@ class WindowedMixer(MemoryMixer):
         """
         self._check_heads(k)
         rotated, k = self.rotate(q, k, context.positions)
-        by_group = k.shape[0], 1, k.shape[2], -1, k.shape[3]
-        of_all_heads: tuple[Tensor, ...] = rotated.view(by_group), k, v
+        by_group = rotated.view(k.shape[0], 1, k.shape[2], -1, k.shape[3])
+        if self.bits_of_parts is not None:
+            k, v = pack_both(k, v, self.bits_of_parts)
+        of_all_heads: tuple[Tensor, ...] = by_group, k, v
         outputs: list[Tensor] = []
         states: States = {}  # that are neither changed in place nor grown in the context's dict
         for is_near, heads in self.parts:
