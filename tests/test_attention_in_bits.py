@@ -59,6 +59,19 @@ def test_products_of_codes_are_those_of_numbers(softcap, D, bits):
 
 
 @every_number_of_bits
+@pytest.mark.parametrize("backend", ["chunk", "reference", "triton"])
+def test_rows_anywhere_in_memory_are_read_as_one_tensor(backend, bits):
+    q, keys, values = make(bits, B=3)
+    visible = torch.arange(40) < torch.tensor([40, 7, 23])[:, None, None]
+    how = {"bits": bits, "scale": 0.3, "needs_weights": True, "backend": backend}
+    expected = attention_in_bits(q, keys, values, visible, **how)
+    rows = ([row.clone() for row in x] for x in (keys, values))
+    found = attention_in_bits(q, *rows, visible, **how)
+    exact = attention_in_bits(q.double(), keys, values, visible, **how | {"backend": "reference"})
+    assert_close(found, in_float64(exact), expected)
+
+
+@every_number_of_bits
 @pytest.mark.parametrize("D", [6, 33, 64, 80, 130])
 @pytest.mark.parametrize("layout", ["heads", "entries"])
 def test_kernel_reads_what_was_packed(layout, D, bits):
@@ -126,6 +139,8 @@ def test_wrong_rows_are_refused(bits):
         attention_in_bits(q, keys[..., 1:], values, **how)
     with pytest.raises(ValueError, match=r"values must have dtype torch.uint8, got torch.int32"):
         attention_in_bits(q, keys, values.int(), **how)
+    with pytest.raises(ValueError, match="values must be 2 tensors, one for each row of q, got 1"):
+        attention_in_bits(q, keys, [values[0]], **how)
     with pytest.raises(ValueError, match="float64"):
         attention_in_bits(q.double(), keys, values, backend="triton", **how)
 

@@ -445,6 +445,13 @@ def test_scales_of_other_groups_of_channels_are_seen(monkeypatch):
         test_attention_in_bits.test_products_of_codes_are_those_of_numbers(None, 96, 8)
 
 
+@torch.no_grad()
+def test_rows_that_read_the_entries_of_another_are_seen(monkeypatch):
+    monkeypatch.setattr(codes, "_of_all", lambda parts: torch.cat([parts[0]] * len(parts)))
+    with pytest.raises(AssertionError):
+        test_attention_in_bits.test_rows_anywhere_in_memory_are_read_as_one_tensor("chunk", 8)
+
+
 def test_bits_that_round_numbers_of_no_cache_alone_are_seen(monkeypatch):
     """States of a DeltaFormer that keep their bits, though the config says fewer."""
     monkeypatch.setattr(deltaformer, "pack", lambda x, bits: x.clone())

@@ -133,11 +133,11 @@ class KVEviction(NamedTuple):
         keys, values = self._stored(k, v)
         if context.rows is None:
             return self._read_stored(q, keys, values, scores, context), {}
-        if self.bits is None and scores.gates is None:
+        if scores.gates is None and (self.bits is None or reads_bytes(q, self.backend)):
             return self._read_rows(q, keys, values, scores, context.rows), {}
-        rows = zip(*(x.split(1) for x in (q, keys, values)))
+        rows = zip(q.split(1), keys.split(1), values.split(1), context.rows)
         attended = [
-            self._read_stored(*row, scores, alone) for row, alone in zip(rows, context.rows)
+            self._read_stored(query, key, value, scores, alone) for query, key, value, alone in rows
         ]
         return [torch.cat(x) for x in zip(*attended)], {}
 
@@ -159,14 +159,19 @@ class KVEviction(NamedTuple):
     def _read_rows(
         self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores, rows: list[Context]
     ) -> Sequence[Tensor]:
-        """The same for rows whose states are apart, as numbers: what is small is computed for all of them at once."""
+        """The same for rows whose states are apart: what is small is computed for all of them at once."""
         held = [Entries.among(alone.states) for alone in rows]
         places = [
             self._write_one(entries, key, value, alone.uniform_length or 0)
             for entries, key, value, alone in zip(held, keys.split(1), values.split(1), rows)
         ]
         hidden = torch.cat([entries.number for entries in held]) == 0
-        attended, weights = self._attended_rows(q, held, hidden, scores)
+        if self.bits is None:
+            attended, weights = self._attended_rows(q, held, hidden, scores)
+        else:
+            of_keys = [entries.keys[0] for entries in held]
+            of_values = [entries.values[0] for entries in held]
+            attended, weights = self._attended_in_bits(q, of_keys, of_values, hidden, scores)
         for entries, more, place in zip(held, weights.split(1), places):
             entries.received.add_(more)
             if place == self.block - 1:
@@ -336,7 +341,7 @@ class KVEviction(NamedTuple):
     ) -> tuple[list[Tensor], Any]:
         """See `_attended`, of entries as the states have them."""
         if self.bits is not None and scores.gates is None and reads_bytes(q, self.backend):
-            return self._attended_in_bits(q, seen, hidden, scores)
+            return self._attended_in_bits(q, seen.keys, seen.values, hidden, scores)
         return self._attended(q, self._numbers(seen, q), hidden, scores)
 
     def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):
@@ -355,15 +360,16 @@ class KVEviction(NamedTuple):
         return attended, weights.sum(2)
 
     def _attended_in_bits(
-        self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores
+        self, q: Tensor, keys: Any, values: Any, hidden: Tensor | None, scores: Scores
     ) -> tuple[list[Tensor], Any]:
-        """The same for entries whose keys and values are packed rows, which are not unpacked."""
-        B, H = entries.number.shape[:2]
+        """The same for keys and values that are packed rows, which are not unpacked; see `attention_in_bits`."""
+        B, _, HQ, D = q.shape
+        H = keys[0].shape[0]
         bits: Any = self.bits
         o, mass, weights = attention_in_bits(
-            q.view(B, H, -1, q.shape[3]),
-            entries.keys,
-            entries.values,
+            q.view(B, H, HQ // H, D),
+            keys,
+            values,
             None if hidden is None else ~hidden,
             bits=bits,
             scale=scores.scaling,

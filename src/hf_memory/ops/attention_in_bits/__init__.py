@@ -1,5 +1,6 @@
 """Attention of one token to keys and values in 8 or 4 bits, which are read as they are stored."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from hf_memory.ops.soft_cap import soft_capped
 
 def attention_in_bits(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | Sequence[Tensor],
+    values: Tensor | Sequence[Tensor],
     visible: Tensor | None = None,
     *,
     bits: int,
@@ -37,8 +38,8 @@ def attention_in_bits(
 
     Args:
         q: queries [B, H, G, D], the G queries of each head of keys.
-        keys: [B, H, S, packed_bytes(D, bits)] uint8.
-        values: [B, H, S, packed_bytes(D, bits)] uint8.
+        keys: [B, H, S, packed_bytes(D, bits)] uint8, or B tensors [H, S, packed_bytes(D, bits)] anywhere in memory.
+        values: the same.
         visible: [B or 1, H or 1, S] bool, which entries there are; None: all.
         bits: of each number, 8 or 4.
         scale: factor of the products of queries and keys.
@@ -56,18 +57,21 @@ def attention_in_bits(
         ValueError: an argument has a wrong shape or dtype, or there is no kernel for an explicit backend="triton".
     """
     B, H, _, D = q.shape
+    S = keys[0].shape[1]
     for name, x in (("keys", keys), ("values", values)):
-        check_tensor(name, x, (B, H, keys.shape[2], packed_bytes(D, bits)), like=q)
-        if x.dtype != torch.uint8:
-            raise ValueError(f"{name} must have dtype torch.uint8, got {x.dtype}")
+        _check(name, x, (B, H, S, packed_bytes(D, bits)), q)
     if visible is not None:
-        visible = visible.expand(B, H, keys.shape[2])
-    given = q, keys, values, visible, bits, scale, softcap or 0.0
+        visible = visible.expand(B, H, S)
+    how = visible, bits, scale, softcap or 0.0
     chosen = choose_backend(backend, q, kernel_refuses(q))
+    if chosen == "chunk" and D % GROUP == 0:
+        parts = (_parts(x) for x in (keys, values))
+        o, p, mass = without_autocast(chunk.attention, q, *parts, *how, needs_mass)
+        return o.to(q.dtype), mass, p.sum(2) if needs_weights else None
+    keys, values = (x if isinstance(x, Tensor) else torch.stack([*x]) for x in (keys, values))
+    given = q, keys, values, *how
     if chosen != "triton":
-        is_chunk = chosen == "chunk" and D % GROUP == 0
-        form = chunk.attention if is_chunk else _attention
-        o, p, mass = without_autocast(form, *given, needs_mass)
+        o, p, mass = without_autocast(_attention, *given, needs_mass)
         return o.to(q.dtype), mass, p.sum(2) if needs_weights else None
     from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
 
@@ -76,6 +80,24 @@ def attention_in_bits(
     o = o if bits == 8 else rotated(o)
     weights = _weights(scores, mass).sum(2) if needs_weights else None
     return o, mass if needs_mass else None, weights
+
+
+def _check(name: str, x: Tensor | Sequence[Tensor], shape: tuple[int, ...], q: Tensor) -> None:
+    rows: Sequence[Tensor] = [x] if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        if len(x) != shape[0]:
+            raise ValueError(
+                f"{name} must be {shape[0]} tensors, one for each row of q, got {len(x)}"
+            )
+        shape = shape[1:]
+    for row in rows:
+        check_tensor(name, row, shape, like=q)
+        if row.dtype != torch.uint8:
+            raise ValueError(f"{name} must have dtype torch.uint8, got {row.dtype}")
+
+
+def _parts(x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [x.flatten(0, 1)] if isinstance(x, Tensor) else x
 
 
 def reads_bytes(q: Tensor, backend: str) -> bool:

@@ -8,6 +8,8 @@ With the scale s, the least number m and the code c of a number, and the groups 
 So queries and weights are multiplied once for each group, as further rows of one product of matrices.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,60 +20,71 @@ from hf_memory.ops.soft_cap import soft_capped
 
 def attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     visible: Tensor | None,
     bits: int,
     scale: float,
     softcap: float,
     needs_mass: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Outputs [B, H, G, D], weights [B, H, G, S] and their mass [B, H, G]; D is a multiple of 32."""
+    """Outputs [B, H, G, D], weights [B, H, G, S] and their mass [B, H, G]; D is a multiple of 32.
+
+    Keys and values are in any number of parts [rows of the part, S, bytes], of the B H rows in turn. Codes of a part
+    are read while a processor's cache still has them; what is small is computed for all parts at once.
+    """
     B, H, G, D = q.shape
-    S = keys.shape[2]
+    S = keys[0].shape[1]
     n = D // GROUP
-    keys = keys.reshape(B * H, S, -1)
-    values = values.reshape(B * H, S, -1)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    k_scale, k_least, v_scale, v_least = _numbers_of_groups([keys, values], n, dtype)
+    k_scale, k_least, v_scale, v_least = _numbers_of_groups([*keys, *values], n, dtype)
     q = q.reshape(B * H, G, D)
     if bits == 4:
         q = rotated(upcast(q))
-    asked = q[:, :, None] * group_matrix(D, k_scale)  # [BH, G, n, D], zero in other groups
-    rows = _for_codes(asked.view(-1, G * n, D), bits)
-    of_codes = torch.bmm(rows, _codes(keys, n, bits, dtype).mT)
-    of_groups = of_codes.view(-1, G, n, S).mul_(k_scale[:, None])
+    asked = q.unsqueeze(2) * group_matrix(D, k_scale)  # [BH, G, n, D], zero in other groups
+    queries = _for_codes(asked.view(len(keys), -1, G * n, D), bits)
+    products = [
+        torch.bmm(query, _codes(part, n, bits, dtype).mT) for query, part in zip(queries, keys)
+    ]
+    of_groups = _of_all(products).view(-1, G, n, S).mul_(k_scale.unsqueeze(1))
     scores = torch.baddbmm(of_groups.sum(2), asked.sum(3), k_least, beta=scale, alpha=scale)
     scores = soft_capped(scores.view(B, H, G, S), softcap)
     if visible is not None:
         hidden = ~visible[:, :, None]
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores.masked_fill_(hidden, -torch.inf)
     weights = scores.softmax(-1)
     if visible is not None:
-        weights = weights.masked_fill(hidden, 0)  # of a row that sees nothing
+        weights.masked_fill_(hidden, 0)  # of a row that sees nothing
     p = weights.view(B * H, G, S)
-    rows = (p[:, :, None] * v_scale[:, None]).view(-1, G * n, S)
-    sums = _of_codes(torch.bmm(rows, _codes(values, n, bits, dtype)), bits)
+    scaled = (p.unsqueeze(2) * v_scale.unsqueeze(1)).view(len(values), -1, G * n, S)
+    products = [torch.bmm(row, _codes(part, n, bits, dtype)) for row, part in zip(scaled, values)]
     # of the sums with the scales of a group, its own channels: [BH, G, n, 32]
+    sums = _of_codes(_of_all(products), bits)
     own = sums.view(-1, G, n, n, GROUP).diagonal(0, 2, 3).mT
-    o = (own + torch.bmm(p, v_least.mT)[..., None]).view(B, H, G, D)
+    o = (own + torch.bmm(p, v_least.mT).unsqueeze(3)).view(B, H, G, D)
     mass = scores.logsumexp(-1) if needs_mass else None
     return o if bits == 8 else rotated(o), weights, mass
 
 
-def _numbers_of_groups(packed: list[Tensor], n: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The scales and the least numbers [N, n, S] of the n groups of packed rows [N, S, bytes]; of each in turn."""
-    pairs = torch.cat([x[..., : 4 * n].view(torch.int32) for x in packed], -1)
-    numbers = pairs.view(torch.float16).to(dtype)
-    return numbers.mT.contiguous().chunk(2 * len(packed), 1)
+def _of_all(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _numbers_of_groups(parts: list[Tensor], n: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The scales and the least numbers [rows, n, S] of the n groups of packed keys; then those of as many values."""
+    rows, S = parts[0].shape[:2]
+    numbers = torch.empty(len(parts), rows, 2 * n, S, dtype=dtype, device=parts[0].device)
+    for of_part, part in zip(numbers.mT, parts):
+        of_part.copy_(part.view(torch.float16).narrow(2, 0, 2 * n))
+    return numbers.view(2, -1, 2, n, S).transpose(1, 2).flatten(0, 1).unbind()
 
 
 def _codes(packed: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """The codes [N, S, D] of packed rows.
+    """The codes [rows, S, D] of packed rows.
 
     Those of 4 bits are not taken apart: the first half of D are the lower ones of each byte, the others the bytes.
     """
-    stored = packed[..., 4 * n :]
+    stored = packed.narrow(2, 4 * n, packed.shape[2] - 4 * n)
     if bits == 8:
         return stored.to(dtype)
     return torch.cat([stored & 15, stored], -1).to(dtype)
