@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from comparing import assert_close
 from hf_memory.ops.bits import BITS, GROUP, hadamard, pack, packed_bytes, rounded, unpack
@@ -122,3 +123,34 @@ def test_gradients_pass_rounding(bits):
     weights = rows(3, 64)
     (y * weights).sum().backward()
     assert torch.equal(x.grad, weights)
+
+
+class PackedAndUnpacked(nn.Module):
+    def __init__(self, bits):
+        super().__init__()
+        self.bits = bits
+
+    def forward(self, x):
+        packed = pack(x, self.bits)
+        return packed, unpack(packed, x.shape[-1], self.bits, x.dtype)
+
+
+@every_number_of_bits
+def test_an_exported_graph_computes_the_same_bytes(bits):
+    """Without views of numbers as bytes, which other runtimes lack; but for the sign of zero."""
+    model = PackedAndUnpacked(bits)
+    x = rows(37, 40) * 2.0 ** torch.arange(-20, 17)[:, None]
+    exported = torch.export.export(model, (x,))
+    for found, expected in zip(exported.module()(x), model(x)):
+        assert torch.equal(found, expected)
+    used = {str(node.target) for node in exported.run_decompositions().graph.nodes}
+    assert "aten.view.dtype" not in used
+
+
+@every_number_of_bits
+def test_an_exported_graph_keeps_what_is_no_number(bits):
+    model = PackedAndUnpacked(bits)
+    x = rows(2, 40)
+    x[1, 3] = torch.nan
+    numbers = torch.export.export(model, (x,)).module()(x)[1]
+    assert torch.equal(numbers.isnan(), model(x)[1].isnan())

@@ -23,6 +23,7 @@ from hf_memory.ops.precision import upcast, without_autocast
 BITS = (8, 4)
 GROUP = 32  # channels that share a scale
 LARGEST = torch.finfo(torch.float16).max  # of scales and least numbers
+NAN_OF_HALF = 0x7E00  # the bits of a float16 that is no number
 SMALLEST = 2.0**-24  # a scale, so that none is zero: the smallest number above zero in float16
 
 
@@ -58,7 +59,7 @@ def scales(packed: Tensor, bits: int) -> Tensor:
     """The scales and least numbers [..., 2 n] of the n groups of packed rows, in float16."""
     most = 4 + GROUP * bits // 8  # bytes of a group
     n = -(-packed.shape[-1] // most)
-    return packed[..., : 4 * n].view(torch.float16)
+    return _half_of(packed[..., : 4 * n])
 
 
 def codes(packed: Tensor, channels: int, bits: int) -> Tensor:
@@ -143,7 +144,7 @@ def _pack(x: Tensor, bits: int) -> Tensor:
     if bits == 4:
         first, second = each.chunk(2, -1)
         each = torch.add(first, second, alpha=16)
-    numbers = torch.cat([scale, least], -2).view(torch.uint8).flatten(-2)
+    numbers = _bytes_of(torch.cat([scale, least], -2).flatten(-2))
     return torch.cat([numbers, each.to(torch.uint8)], -1)
 
 
@@ -158,6 +159,41 @@ def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
     if bits == 4:
         x = rotated(x)
     return x.to(dtype)
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """The bytes [..., 2 n] of numbers [..., n] in float16.
+
+    In exported graphs they are computed, since other runtimes cannot view numbers as bytes. With s steps of the
+    exponent above the smallest, a number above zero is the integer 1024 s + 2^(24 - s) x.
+    """
+    if not torch.compiler.is_exporting():
+        return x.view(torch.uint8)
+    size = x.float().abs()
+    units = _units_of_half(size)
+    steps = (size[..., None] >= 2048 * units[:-1]).sum(-1)
+    whole = 1024 * steps + size / units[steps] + 32768 * (x < 0)
+    whole = torch.where(x.isnan(), NAN_OF_HALF, whole)
+    high = (whole / 256).floor()
+    return torch.stack([whole - 256 * high, high], -1).flatten(-2).to(torch.uint8)
+
+
+def _half_of(x: Tensor) -> Tensor:
+    """The inverse of `_bytes_of`."""
+    if not torch.compiler.is_exporting():
+        return x.view(torch.float16)
+    low, high = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    is_negative = high >= 128
+    whole = low + 256 * high - 32768 * is_negative
+    steps = ((whole / 1024).floor() - 1).clamp(0, 29).long()
+    size = (whole - 1024 * steps) * _units_of_half(low)[steps]
+    size = torch.where(whole < NAN_OF_HALF, size, torch.nan)
+    return torch.where(is_negative, -size, size).half()
+
+
+def _units_of_half(like: Tensor) -> Tensor:
+    """The distances [30] of neighbours in float16, from the smallest exponent to the largest."""
+    return torch.tensor([2.0**i for i in range(-24, 6)], device=like.device)
 
 
 def _matrix(kind: str, size: int, like: Tensor) -> Tensor:
