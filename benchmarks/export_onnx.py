@@ -44,6 +44,15 @@ SLOTS = {**OWN_WINDOW, "num_memory_slots": 6}
 KEPT = {"num_sink_tokens": 2, "num_kept_tokens": 6, "kept_block_size": 4}
 PATTERN = {"pattern_size": 4}
 PAST = {"sliding_window": 4, "num_sink_tokens": 2, "past_window": 4, "segment_length": 4}
+COMPRESSIVE = {**PAST, "past": "compressive", "compression_rate": 2, "compressed_length": 3}
+MEMORIZING = {**PAST, "past": "memorizing", "memory_size": 20, "memory_top_k": 16}
+PRODUCT_KEYS = {
+    "mlp_types": ["memory"],
+    "num_product_keys": 6,
+    "product_key_heads": 2,
+    "product_key_dim": 8,
+    "product_key_top_k": 3,
+}
 FORMS = {
     "Linear Transformer": ("linear", {}),
     "gated linear attention": ("gated", {}),
@@ -71,6 +80,36 @@ FORMS = {
     "routing": ("transformer", {"pattern": "routing", "num_buckets": 4}),
     "Infinite attention": ("transformer", {**PAST, "past": "infinite"}),
     "Titans": ("titans", {}),
+    "Mamba": ("gated", {"gate": "mamba"}),
+    "Mamba-3": ("gated", {**MAMBA, "gate": "mamba3"}),
+    "MesaNet": ("gated", {"gate": "mesa"}),
+    "Gated KalmaNet": ("gated", {"gate": "kalman"}),
+    "log-linear Mamba-2": ("gated", {**MAMBA, "levels": "log"}),
+    "log-linear Gated DeltaNet": ("deltanet", {"gate": "scalar", "levels": "log"}),
+    "Memory Mosaics": ("mosaic", {}),
+    "learned positions": ("transformer", {"position": "learned"}),
+    "adaptive spans": (
+        "transformer",
+        {"pattern": "adaptive_span", "max_span": 8, "span_ramp": 4},
+    ),
+    "Transformer-XL's segments": ("transformer", {**PAST, "past": "xl"}),
+    "Memorizing Transformer": ("transformer", MEMORIZING),
+    "compressive, mean": ("transformer", {**COMPRESSIVE, "compression": "mean"}),
+    "compressive, max": ("transformer", {**COMPRESSIVE, "compression": "max"}),
+    "compressive, most used": ("transformer", {**COMPRESSIVE, "compression": "most_used"}),
+    "forget gates": ("transformer", {"position": "forget"}),
+    "product keys": ("gated", PRODUCT_KEYS),
+    "attention in 4 bits": ("transformer", {"layer_types": ["full_attention"], "cache_bits": 4}),
+    "window in 8 bits": ("transformer", {**WINDOW, "num_sink_tokens": 2, "cache_bits": 8}),
+    "kept tokens in 8 bits": ("transformer", {**WINDOW, **KEPT, "cache_bits": 8}),
+    "kept tokens and full heads in 8 bits": (
+        "transformer",
+        {**WINDOW, **FULL, **KEPT, "cache_bits": 8},
+    ),
+    "Gated DeltaNet in 8 bits": (
+        "deltanet",
+        {"gate": "scalar", "cache_bits": {"recurrent_states": 8}},
+    ),
 }
 EXPORTED = (2, 12)  # rows and tokens
 RUN = ((3, 37), (1, 130))

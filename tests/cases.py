@@ -340,7 +340,7 @@ CASES = (
         {
             **PATTERN,
             "position": "learned",
-            "max_position_embeddings": 96,
+            "max_position_embeddings": 130,
             "pattern": ["dilated", "blockwise"],
         },
     ),

@@ -183,37 +183,31 @@ def test_an_exported_decode_step_equals_eager(case):
     assert_close(torch.cat(logits, 1), model(tokens).logits[:, 8:])
 
 
-ANY_LENGTH = ["linear-identity-norm", "attention-heads", "titans-lmm-rope", "transformer-routing"]
-ANY_LENGTH_SLOWLY = [
-    "linear-window",
-    "gla",
-    "mamba2",
-    "deltanet",
-    "kda",
-    "deltaformer",
-    "attention-kept",
-    "transformer-shaw",
-    "transformer-infinite",
-    "transformer-alibi",
-    "transformer-buckets",
-    "transformer-xl",
-    *(
-        case.name
-        for case in CASES
-        if case.model_type == "hf_memory_titans" and case.name not in ANY_LENGTH
-    ),
+ANY_LENGTH = [
+    "linear-identity-norm",
+    "attention-heads",
+    "attention-sinks-bits",
+    "titans-lmm-rope",
+    "transformer-routing",
 ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*ANY_LENGTH, *(pytest.param(name, marks=pytest.mark.complete) for name in ANY_LENGTH_SLOWLY)],
-)
+@usually([CASE[name] for name in ANY_LENGTH])
 @torch.no_grad()
-def test_transformers_exports_a_model_for_any_number_of_rows_and_tokens(name):
+def test_transformers_exports_a_model_for_any_number_of_rows_and_tokens(case):
     """Traced with 2 rows of 12 tokens, which it divides into other pieces than those that it runs with."""
-    layers = {} if name == "transformer-xl" else one_layer(CASE[name])  # two kinds of far tokens
-    model = make_model(CASE[name], **layers).double()
+    layers = {} if case.name == "transformer-xl" else one_layer(case)  # two kinds of far tokens
+    assert_exports(make_model(case, **layers).double())
+
+
+@torch.no_grad()
+def test_a_store_may_be_larger_than_the_text_of_an_export():
+    options = {"num_hidden_layers": 1, "past": ["memorizing"], "memory_top_k": 20}
+    model = make_model(CASE["transformer-memorizing"], **options, memory_size=30)
+    assert_exports(model.double())
+
+
+def assert_exports(model):
     sample = {"input_ids": random_tokens(2, 12), "use_cache": False}
     exported = DynamoExporter().export_program(model, sample, DynamoConfig(dynamic=True))[0]
     run = exported.module()

@@ -91,7 +91,8 @@ def _best(blocks: Blocks, rule: Scores, k: int) -> Attended:
     # adding what hides keys is much faster than masked_fill_
     added = torch.where(blocks.visible, tie_breaks, -torch.inf)
     scores = rule.of(blocks).add_(added[:, :, None])  # [B, H, G, C, S]
-    best, places = scores.topk(min(k, scores.shape[-1]))
+    # `min` would make a text that is shorter than k the longest one of an exported graph
+    best, places = scores.topk(torch.sym_min(k, scores.shape[-1]))
     weights, mass = softmax_of(best, best.isfinite())
     o = sums_at(places, weights, blocks.values)
     if rule.relation is not None:
