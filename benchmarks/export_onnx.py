@@ -2,6 +2,7 @@
 
     pip install onnx onnxruntime onnxscript
     python benchmarks/export_onnx.py              # minutes; or: python benchmarks/export_onnx.py DeltaNet KDA
+    python benchmarks/export_onnx.py student      # a model in a folder
 
 Small random models in float32, exported by transformers' exporter with 2 rows of 12 tokens, and run with 3 rows of 37
 and 1 row of 130. Where states have a fixed size, a step is exported, too: one token of each of 2 rows, given the states
@@ -16,6 +17,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import onnxruntime
@@ -121,8 +123,11 @@ def tokens(rows: int, length: int) -> torch.Tensor:
     return torch.randint(3, SIZES["vocab_size"], (rows, length))
 
 
-def small_model(family: str, options: dict) -> PreTrainedModel:
-    """A random model of one layer, the same at every call."""
+def model_of(name: str) -> PreTrainedModel:
+    """The model in a folder; or of a form, random and with one layer, the same at every call."""
+    if Path(name).is_dir():
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    family, options = FORMS[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(f"hf_memory_{family}", **SIZES, **options)
     return AutoModelForCausalLM.from_config(config).eval()
@@ -184,7 +189,7 @@ def cell(measure: Callable, model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def main(names: list[str]) -> None:
-    """Print the table of some forms, or of all."""
+    """Print the table of some forms or folders, or of all forms."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     onnxruntime.set_default_logger_severity(4)
@@ -192,7 +197,7 @@ def main(names: list[str]) -> None:
     print(f"{platform.machine()}, torch {torch.__version__}, {versions}\n")
     print("| form | texts | steps |\n|---|---|---|")
     for name in names or FORMS:
-        model = small_model(*FORMS[name])
+        model = model_of(name)
         print(f"| {name} | {cell(of_texts, model)} | {cell(of_steps, model)} |", flush=True)
 
 

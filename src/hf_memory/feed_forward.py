@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from hf_memory.convertible import Convertible
 from hf_memory.layers import SwiGLU, upcast
+from hf_memory.ops.exported import sums_of_rows
 from hf_memory.ops.product_keys import best_slots
 
 one_after_the_other: Callable = Qwen3MoeExperts.forward.__wrapped__  # type: ignore[attr-defined]
@@ -36,7 +37,7 @@ class MemoryValues(Convertible, nn.EmbeddingBag):
     def forward(self, slots: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         """Sums [B, T, hidden_size] of the values of slots [B, T, n], weighted by [B, T, n]."""
         weights = weights.flatten(0, 1).to(self.weight.dtype)
-        sums = super().forward(slots.flatten(0, 1), per_sample_weights=weights)
+        sums = sums_of_rows(slots.flatten(0, 1), self.weight, weights, sparse=self.sparse)
         return sums.unflatten(0, slots.shape[:2])
 
 

@@ -38,6 +38,13 @@ def in_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
     return first_tokens(filled, number * size).unflatten(1, (number, size))
 
 
+def sums_of_rows(rows: Tensor, table: Tensor, weights: Tensor, *, sparse: bool = False) -> Tensor:
+    """Sums [n, V] of rows [n, k] of a table [m, V] with weights [n, k]; see `F.embedding_bag` for `sparse`."""
+    if torch.compiler.is_exporting():  # other runtimes have a loop over the sums
+        return (weights[:, None] @ table[rows]).squeeze(1)
+    return F.embedding_bag(rows, table, per_sample_weights=weights, mode="sum", sparse=sparse)
+
+
 def in_pieces(piece: Callable, length: int, states: Any, rows: Any) -> tuple[list[Tensor], Any]:
     """Run `piece(states, rows)` on one piece of the tokens after the other, in a loop of the graph.
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, States
@@ -23,6 +22,7 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
+from hf_memory.ops.exported import sums_of_rows
 from hf_memory.ops.masks import Tokens, older, window
 
 JOINS = ("gate", "softmax", "attention")
@@ -112,12 +112,8 @@ def sums_at(places: Tensor, weights: Tensor, values: Tensor) -> Tensor:
         H, device=values.device
     )
     rows = places * H + rows[..., None, None, None]
-    o = F.embedding_bag(
-        rows.flatten(0, -2),
-        values.reshape(-1, V),
-        per_sample_weights=weights.to(values.dtype).flatten(0, -2),
-        mode="sum",
-    )
+    of_rows = weights.to(values.dtype).flatten(0, -2)
+    o = sums_of_rows(rows.flatten(0, -2), values.reshape(-1, V), of_rows)
     return o.view(*places.shape[:-1], V).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
