@@ -102,9 +102,9 @@ def _parts(x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 def reads_bytes(q: Tensor, backend: str) -> bool:
     """Whether packed rows are read for queries [..., D] as they are stored; else they must be unpacked."""
-    return (
-        not torch.is_grad_enabled() and choose_backend(backend, q, kernel_refuses(q)) != "reference"
-    )
+    if torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return False
+    return choose_backend(backend, q, kernel_refuses(q)) != "reference"
 
 
 def kernel_refuses(q: Tensor) -> str | None:
