@@ -22,7 +22,7 @@ from cases import (
     usually,
 )
 from comparing import assert_close
-from hf_memory.ops import delta_rule
+from hf_memory.ops import delta_rule, selective_scan
 
 
 def prefill(model, tokens, max_cache_len=50):
@@ -221,9 +221,15 @@ class DeltaRule(nn.Module):
         return delta_rule(k, k, k, beta)[0]
 
 
+class SelectiveScan(nn.Module):
+    def forward(self, k, g):
+        return selective_scan(k, k, k, -g[..., None].expand_as(k), k.new_ones(1, 4, 4))[0]
+
+
 @pytest.mark.complete
+@pytest.mark.parametrize("op", [DeltaRule(), SelectiveScan()])
 @torch.no_grad()
-def test_an_exported_delta_rule_has_any_number_of_rows_after_decompositions():
+def test_an_exported_op_has_any_number_of_rows_after_decompositions(op):
     """Exporters to ONNX decompose what they are given; where parts of unbind are written to, that fixes the rows."""
 
     def inputs(rows, length):
@@ -231,11 +237,11 @@ def test_an_exported_delta_rule_has_any_number_of_rows_after_decompositions():
         return F.normalize(k, dim=-1), torch.rand(rows, length, 1, dtype=torch.float64)
 
     auto = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
-    exported = torch.export.export(DeltaRule(), inputs(2, 12), dynamic_shapes=(auto, auto))
+    exported = torch.export.export(op, inputs(2, 12), dynamic_shapes=(auto, auto))
     run = exported.run_decompositions().module()
     for shape in ((3, 37), (1, 130)):
         read = inputs(*shape)
-        assert_close(run(*read), DeltaRule()(*read))
+        assert_close(run(*read), op(*read))
 
 
 def test_an_export_for_any_length_says_that_it_has_no_gradients():

@@ -71,9 +71,20 @@ def _walk(S: Tensor, k: Tensor, v: Tensor, g: Tensor, rate: Tensor) -> tuple[Ten
     """The decay before each token of a chunk and the state after it, [C, B, H, K, V] each."""
     decay = (rate * g[..., None, :]).exp_()
     states = k[..., None] * v[..., None, :]
+    if torch.compiler.is_exporting():
+        return decay, _walked(S, decay, states)
     for decay_t, state in zip(decay.unbind(), states.unbind()):
         S = state.addcmul_(decay_t, S)
     return decay, states
+
+
+def _walked(S: Tensor, decay: Tensor, writes: Tensor) -> Tensor:
+    """The states [C, B, H, K, V]. Writing into parts of a tensor fixes the number of rows of an exported graph."""
+    states = []
+    for decay_t, write in zip(decay.unbind(), writes.unbind()):
+        S = torch.addcmul(write, decay_t, S)
+        states.append(S)
+    return torch.stack(states)
 
 
 def _times(matrices: Tensor, x: Tensor) -> Tensor:
