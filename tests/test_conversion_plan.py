@@ -521,6 +521,17 @@ def test_a_log_has_a_line_every_tenth_and_every_minute(monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_a_log_does_not_repeat_a_line(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    lines = Lines()
+    for done in (0, 0, 0, 0, 1, 2, 2):
+        lines(Progress("measuring", done, 2))
+        now[0] += 70.0 if done == 0 else 1.0
+    printed = [line.partition(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["measuring: 0/2", "measuring: 1/2", "measuring: 2/2"]
+
+
 def test_a_plan_says_of_memories_only_what_its_student_has():
     text = torch.zeros(300, dtype=torch.long)
     teacher = make_teacher().config

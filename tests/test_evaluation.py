@@ -422,6 +422,18 @@ def test_an_axis_of_zeros_does_not_show_rounding(monkeypatch):
     assert panel.get_ylim()[1] > 0.1
 
 
+def test_bytes_are_drawn_in_megabytes(monkeypatch):
+    sizes = {
+        at: {"cache bytes": described(x)} for at, x in (("256", 50_000_000), ("512", 150_000_000))
+    }
+    (panel,), _ = drawn({"model": sizes}, monkeypatch)
+    panel.figure.draw_without_rendering()
+    shown = [label.get_text() for label in panel.get_yticklabels()]
+    assert panel.get_title() == "cache MB"
+    assert "100" in shown
+    assert panel.yaxis.get_offset_text().get_text() == ""
+
+
 def test_the_plot_is_a_picture(tmp_path):
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
     plot_conversion(

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -173,7 +174,9 @@ class TestTermsOfAModelHoldForWhatIsMadeOfIt:
         (tmp_path / "student" / "README.md").write_text(LLAMA)
         (tmp_path / "student" / "LICENSE").write_text("You may.")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
-        loaded.save_pretrained(tmp_path / "trained")
+        with patch("hf_memory.modeling.card.ModelCard.load", wraps=ModelCard.load) as load:
+            loaded.save_pretrained(tmp_path / "trained")
+        load.assert_called_once()
         card = ModelCard.load(tmp_path / "trained" / "README.md")
         assert self.expected("LICENSE").items() <= card.data.to_dict().items()
         assert card.data.base_model_relation == "finetune"

@@ -511,6 +511,7 @@ def test_rwkv7_equals_its_published_equations(named):
         ),
         ("delta_net", {"num_hidden_layers": 1}, "unknown"),
         ("delta_net", {"num_hidden_layers": 3}, "missing"),
+        ("gla", {"vocab_size": 7}, r"model.embed_tokens.weight must have shape \[7, .*got \["),
     ],
 )
 def test_what_is_not_ours_is_refused(kind, option, message):

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from hf_memory.ops.bits import pack, pack_both, packed_bytes, rounded_after, unpack
+from hf_memory.ops.bits import pack, packed_bytes, seen_in_bits, unpack
 
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
@@ -431,11 +431,7 @@ class LayerInBits(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Add keys and values [B, H, T, D]; those of all tokens [B, H, tokens, D] are returned."""
-        new = key_states, value_states
-        packed = pack_both(*new, self.bits)
-        held = super().update(*packed)
-        keys, values = (rounded_after(*rows, self.bits) for rows in zip(new, packed, held))
-        return keys, values
+        return seen_in_bits(key_states, value_states, self.bits, super().update)
 
 
 class StaticMemoryLayer(MemoryLayer):

@@ -222,7 +222,7 @@ def run_demo(
         losses | made.losses,
         rows,
         teacher="a small Llama trained by hf-memory demo",
-        text=f"the Python language reference ({len(tokens)} tokens, {len(held_out)} held out)",
+        text="the Python language reference",
         training={},
     )
     return Demo(teacher, made.student, corpus.tokenizer, results)

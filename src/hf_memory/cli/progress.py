@@ -83,12 +83,13 @@ class Bars:
 
 
 class Lines:
-    """Prints a line from time to time."""
+    """Prints a line from time to time, and none twice."""
 
     def __init__(self) -> None:
         self.first = Progress("", 0, 0)
         self.last = Progress("", 0, 0)
         self.began = self.last_line = 0.0
+        self.printed = ""
 
     def __call__(self, now: Progress) -> None:
         """Print a line if the last one was long ago."""
@@ -97,11 +98,14 @@ class Lines:
             self.first = self.last = now
             self.began = self.last_line = moment
         elif (
-            now.done == now.total
-            or moment - self.last_line >= MINUTE
+            moment - self.last_line >= MINUTE
+            or self.last.done < now.done == now.total
             or 10 * (now.done - self.last.done) >= now.total > 0
         ):
-            console.print(self._line(now, moment - self.began), soft_wrap=True)
+            line = self._line(now, moment - self.began)
+            if line != self.printed:
+                console.print(line, soft_wrap=True)
+            self.printed = line
             self.last = now
             self.last_line = moment
 

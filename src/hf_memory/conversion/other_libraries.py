@@ -669,6 +669,11 @@ def _ours(source: Source, theirs: dict, weights: Weights) -> dict[str, Tensor]:
 def _apart(fused: Rows, name: str, x: Tensor) -> Weights:
     for projection, (groups, rows) in fused.items():
         if f".{projection}." in name:
+            expected = groups * sum(rows.values())
+            if len(x) != expected:
+                raise ValueError(
+                    f"weights must fit the config: {name} must have {expected} rows, got {len(x)}"
+                )
             parts = x.unflatten(0, (groups, -1)).split([*rows.values()], dim=1)
             return {name.replace(projection, part): y.flatten(0, 1) for part, y in zip(rows, parts)}
     return {name: x}
@@ -693,4 +698,10 @@ def _load(module: nn.Module, found: dict[str, Tensor]) -> None:
     left = sorted(set(found) - set(own))
     if missing or left:
         raise ValueError(f"weights must fit the config: missing {missing[:3]}, unknown {left[:3]}")
+    for name, x in found.items():
+        shapes = [[*y.shape] for y in (own[name], x)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"weights must fit the config: {name} must have shape {shapes[0]}, got {shapes[1]}"
+            )
     module.load_state_dict(found, strict=not tied)

@@ -82,7 +82,9 @@ def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]
             for name, found in models.items()
         }
         _plot_models(panel, curves)
-        panel.set(title=fill(label, WIDTH))
+        if "bytes" in label:
+            panel.yaxis.set_major_formatter(lambda size, _: f"{size / 1e6:g}")
+        panel.set(title=fill(label.replace("bytes", "MB"), WIDTH))
     for panel, (model, found) in zip(axes[len(labels) :], maps.items()):
         panel.imshow(
             list(zip(*(row[RIGHT]["samples"] for row in found.values()))),

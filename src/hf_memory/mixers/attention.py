@@ -1,5 +1,7 @@
 """Softmax attention, full or sliding, through transformers' attention interface."""
 
+from functools import partial
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
@@ -11,7 +13,7 @@ from hf_memory.convertible import Convertible
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.bits import pack_both, rounded_after
+from hf_memory.ops.bits import seen_in_bits
 from hf_memory.ops.soft_cap import soft_capped
 
 
@@ -62,21 +64,14 @@ class AttentionMixer(Convertible, Projections):
         rows = self.project_heads(hidden_states, Positions(*position_embeddings))
         q, k, v = (x.transpose(1, 2) for x in rows)  # [B, H, T, D]
         bits = self.config.bits_of("attention")
-        if bits is not None:
-            k, v = self._in_bits(k, v, bits, cache)
-        elif cache is not None:
-            k, v = update(cache, self.layer_idx, k, v)
+        hold = partial(self._hold, cache)
+        k, v = hold(k, v) if bits is None else seen_in_bits(k, v, bits, hold)
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
 
-    def _in_bits(
-        self, k: Tensor, v: Tensor, bits: int, cache: Cache | None
-    ) -> tuple[Tensor, Tensor]:
-        """The keys and values [B, H, tokens, D] that queries see; a cache, if there is one, has them in bytes."""
-        packed = pack_both(k, v, bits)
-        held = packed if cache is None else update(cache, self.layer_idx, *packed)
-        keys, values = (rounded_after(*rows, bits) for rows in zip((k, v), packed, held))
-        return keys, values
+    def _hold(self, cache: Cache | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [B, H, T, ...] of new keys and values, after those of a cache if there is one, which holds all."""
+        return (k, v) if cache is None else update(cache, self.layer_idx, k, v)
 
     def attend(
         self,

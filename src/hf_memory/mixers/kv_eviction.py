@@ -193,10 +193,7 @@ class KVEviction(NamedTuple):
         o = torch.empty_like(by_group)
         for one, row, out in zip(weights.to(q.dtype), rows, o):
             torch.matmul(one, row.values[0].to(q.dtype), out=out)
-        attended = [o.reshape(q.shape)]
-        if self.needs_mass:
-            attended.append(asked.logsumexp(-1).view(q.shape[:3]))
-        return attended, weights.sum(2)
+        return self._of_tokens(q, o, asked, weights)
 
     def _write_one(self, held: Entries, k: Tensor, v: Tensor, position: int) -> int:
         """Write keys and values [B, 1, H, D] of tokens at the same position of each row: their place in the block."""
@@ -354,7 +351,13 @@ class KVEviction(NamedTuple):
         if hidden is not None:
             asked = asked.masked_fill(hidden[:, :, None], -torch.inf)
         weights = asked.softmax(-1)
-        attended = [(weights.to(q.dtype) @ entries.values).view(*q.shape[:3], -1)]
+        return self._of_tokens(q, weights.to(q.dtype) @ entries.values, asked, weights)
+
+    def _of_tokens(
+        self, q: Tensor, o: Tensor, asked: Tensor, weights: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """The results of `_attended`, from outputs [B, H, G, D], and scores and weights [B, H, G, n]."""
+        attended = [o.view(*q.shape[:3], -1)]
         if self.needs_mass:
             attended.append(asked.logsumexp(-1).view(q.shape[:3]))
         return attended, weights.sum(2)

@@ -40,19 +40,23 @@ the import. This card was written when the model was saved; nothing was measured
 """
 
 
-def make_card(model: PreTrainedModel) -> ModelCard:
-    """The card of a model of this package that has none; with the base model and license of what it was loaded from."""
+def make_card(model: PreTrainedModel, loaded: ModelCardData) -> ModelCard:
+    """The card of a model of this package that has none; with the base model and license of what it was loaded from.
+
+    Args:
+        model: the model.
+        loaded: the data of the card that it was loaded with, see `card_data`.
+    """
     config = model.config
     auto, task = next(x for end, x in TASKS.items() if type(model).__name__.endswith(end))
     kinds = [str(kind) for kind in config.layer_types]
-    loaded = card_data(config.name_or_path)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag=task,
         base_model=loaded.base_model,
         base_model_relation=loaded.get("base_model_relation") if loaded.base_model else None,
         tags=["hf_memory", config.model_type],
-        **license_and_language(config.name_or_path),
+        **license_and_language(config.name_or_path, loaded),
     )
     text = TEXT.format(
         kind=config.model_type,
@@ -95,14 +99,18 @@ def card_data(name: str | Path) -> ModelCardData:
     return ModelCardData()
 
 
-def license_and_language(name: str | Path) -> dict[str, Any]:
+def license_and_language(name: str | Path, card: ModelCardData | None = None) -> dict[str, Any]:
     """The license and the languages of a model, which hold for a model that is made from it; see `card_data`.
+
+    Args:
+        name: a folder or a name on the Hub.
+        card: the data of its card; default: they are read.
 
     Returns:
         The arguments `license`, `license_name`, `license_link` and `language` of `ModelCardData` that its card has. A
         link to a file of a repository becomes an address; one to a file in a folder stays, see `copy_license`.
     """
-    given = card_data(name).to_dict()
+    given = (card_data(name) if card is None else card).to_dict()
     link = given.get("license_link")
     if isinstance(link, str) and not is_address(link):
         given["license_link"] = _from_elsewhere(name, link)
@@ -125,9 +133,13 @@ def is_address(link: str) -> bool:
     return re.match("https?://", link) is not None
 
 
-def copy_license(name: str | Path, folder: Path) -> None:
-    """Copy the file beside the card of a model in a folder to which its `license_link` leads, if it leads to one."""
-    file = _license_file(name, card_data(name).license_link)
+def copy_license(name: str | Path, folder: Path, card: ModelCardData | None = None) -> None:
+    """Copy the file beside the card of a model in a folder to which its `license_link` leads, if it leads to one.
+
+    `card` has the data of the card; default: they are read.
+    """
+    given = card_data(name) if card is None else card
+    file = _license_file(name, given.license_link)
     if file is not None and not (folder / file.name).exists():
         shutil.copyfile(file, folder / file.name)
 

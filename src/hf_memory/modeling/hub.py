@@ -14,7 +14,7 @@ from transformers.utils import CONFIG_NAME
 
 from hf_memory.address import INSTALL
 from hf_memory.files.folders import replaced
-from hf_memory.modeling.card import CARD, copy_license, is_blank, make_card
+from hf_memory.modeling.card import CARD, card_data, copy_license, is_blank, make_card
 from hf_memory.modeling.registration import AUTO_CLASSES, REGISTERED
 
 SHIM_MODULE = "modeling_hf_memory"
@@ -60,11 +60,15 @@ class HubModel(HubClassMixin, PreTrainedModel):
             kwargs (`dict`): see `PreTrainedModel.save_pretrained`.
         """
         path = Path(save_directory) / CARD
-        self._card = path.read_text(encoding="utf-8") if path.is_file() else str(make_card(self))
+        name = self.config.name_or_path
+        loaded = None if path.is_file() else card_data(name)
+        self._card = (
+            path.read_text(encoding="utf-8") if loaded is None else str(make_card(self, loaded))
+        )
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process and path.parent.is_dir() and not path.exists():
             path.write_text(self._card, encoding="utf-8")
-            copy_license(self.config.name_or_path, path.parent)
+            copy_license(name, path.parent, loaded)
 
     def _upload_modified_files(self, working_dir, *args, **kwargs):
         """Upload a folder, in which transformers may have put a blank card."""

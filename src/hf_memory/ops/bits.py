@@ -11,6 +11,7 @@ A packed row is bytes: the scales of its groups, their least numbers, and the co
 the same leading dimensions, and what moves, copies or selects rows does not need to know that they are packed.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -87,6 +88,23 @@ def rounded_after(x: Tensor, packed: Tensor, held: Tensor, bits: int) -> Tensor:
     before = held[..., : held.shape[-2] - x.shape[-2], :]
     past = unpack(before, x.shape[-1], bits, x.dtype)
     return torch.cat([past, rounded(x, packed, bits)], -2)
+
+
+def seen_in_bits(
+    k: Tensor, v: Tensor, bits: int, hold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """The keys and values [..., S + T, D] that queries see, when new ones [..., T, D] are held in few bits.
+
+    Args:
+        k: new keys.
+        v: new values.
+        bits: of each number, 8 or 4.
+        hold: adds packed rows of keys and values to those that are held, and returns the rows of all S + T tokens.
+    """
+    packed = pack_both(k, v, bits)
+    held = hold(*packed)
+    keys, values = (rounded_after(*rows, bits) for rows in zip((k, v), packed, held))
+    return keys, values
 
 
 class _Rounded(torch.autograd.Function):
