@@ -41,8 +41,8 @@ MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
         (7, -2),
         "left",
     ),
-    "small of 4096 tokens, 40 steps at 3e-5, seed 0": (
-        "small, 4 and 8 bits",
+    "small, 20 steps at 3e-5, seed 0": (
+        "small, 8 bits",
         "tab:purple",
         (0, 10),
         "center",
