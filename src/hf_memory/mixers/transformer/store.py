@@ -22,7 +22,7 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
-from hf_memory.ops.exported import sums_of_rows
+from hf_memory.ops.exported import sums_of_rows, varies
 from hf_memory.ops.masks import Tokens, older, window
 
 JOINS = ("gate", "softmax", "attention")
@@ -91,8 +91,9 @@ def _best(blocks: Blocks, rule: Scores, k: int) -> Attended:
     # adding what hides keys is much faster than masked_fill_
     added = torch.where(blocks.visible, tie_breaks, -torch.inf)
     scores = rule.of(blocks).add_(added[:, :, None])  # [B, H, G, C, S]
+    stored = scores.shape[-1]
     # `min` would make a text that is shorter than k the longest one of an exported graph
-    best, places = scores.topk(torch.sym_min(k, scores.shape[-1]))
+    best, places = scores.topk(torch.sym_min(k, stored) if varies(stored) else min(k, stored))
     weights, mass = softmax_of(best, best.isfinite())
     o = sums_at(places, weights, blocks.values)
     if rule.relation is not None:
