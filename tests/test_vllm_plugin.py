@@ -44,6 +44,9 @@ def has_no_place(case):
 
 
 SERVED = [case for case in CASES if not has_no_place(case) and memory_layers(make_config(case))]
+KEPT = CASE["attention-kept"]
+WINDOWED = KEPT.options | {"full_attention_window": 5}
+SERVED.append(KEPT._replace(name="attention-kept-window", options=WINDOWED))
 REFUSED = [case for case in CASES if has_no_place(case)]
 
 

@@ -64,8 +64,10 @@ class AttentionMixer(Convertible, Projections):
         rows = self.project_heads(hidden_states, Positions(*position_embeddings))
         q, k, v = (x.transpose(1, 2) for x in rows)  # [B, H, T, D]
         bits = self.config.bits_of("attention")
-        hold = partial(self._hold, cache)
-        k, v = hold(k, v) if bits is None else seen_in_bits(k, v, bits, hold)
+        if bits is None:
+            k, v = self._hold(cache, k, v)
+        else:
+            k, v = seen_in_bits(k, v, bits, partial(self._hold, cache))
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
 

@@ -208,8 +208,8 @@ class WindowedMixer(MemoryMixer):
     @property
     def reads_rows_apart(self) -> bool:
         """Whether one token of each row can be read with `Context.rows`: windows of full heads are read together."""
-        has_ring = self.config.full_attention_window is not None and bool(self.full_heads)
-        return self.kv_eviction is not None and not has_ring
+        has_windows = bool(self.full_heads) and isinstance(self.full_past, Ring)
+        return self.kv_eviction is not None and not has_windows
 
     def attend(
         self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
