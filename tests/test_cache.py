@@ -104,9 +104,12 @@ def test_reset_forgets_everything(case):
     [
         (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
         (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda cache: cache.batch_select_indices([2, 0]), [2, 0]),
+        (lambda cache: cache.batch_select_indices((1, 2)), [1, 2]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
         (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
     ],
-    ids=["reorder", "select", "repeat"],
+    ids=["reorder", "select", "select by a list", "select by a tuple", "select by a mask", "repeat"],
 )
 def test_rows_move_with_their_past(case, change, rows):
     model = make_model(case).double()

@@ -331,7 +331,9 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Row i becomes what row `beam_idx[i]` was."""
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
-    batch_select_indices = reorder_cache
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep some rows: `indices` is a tensor, a list or a tuple of their numbers, or a mask [B] of them."""
+        self._map(lambda x: x[_on_device(indices, x.device), ...])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row; copies are adjacent."""
@@ -474,6 +476,10 @@ def padding_mask(
     if not is_tracing(present) and present.all():
         return None
     return present.contiguous()  # or its strides change with the past, and graphs are recompiled
+
+
+def _on_device(indices: Any, device: torch.device) -> Any:
+    return indices.to(device) if isinstance(indices, Tensor) else indices
 
 
 def _length(inputs: Inputs) -> int:
