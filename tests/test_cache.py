@@ -4,11 +4,20 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from cases import (
     CASE,
     CASES,
+    CASES_OF_CACHES,
+    SIZES,
     every_case,
     every_kind_of_cache,
     every_recurrent_family,
@@ -109,7 +118,14 @@ def test_reset_forgets_everything(case):
         (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
         (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
     ],
-    ids=["reorder", "select", "select by a list", "select by a tuple", "select by a mask", "repeat"],
+    ids=[
+        "reorder",
+        "select",
+        "select by a list",
+        "select by a tuple",
+        "select by a mask",
+        "repeat",
+    ],
 )
 def test_rows_move_with_their_past(case, change, rows):
     model = make_model(case).double()
@@ -336,9 +352,86 @@ def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
     assert_close(go_on(model, cache, word), expected)
 
 
-def test_keys_and_values_are_refused():
-    with pytest.raises(RuntimeError, match="no keys and values"):
-        MemoryLayer().update(torch.zeros(1), torch.zeros(1))
+@every_kind_of_cache
+def test_a_cache_of_another_kind_of_model_is_refused_before_it_changes(case):
+    model = make_model(case)
+    token = random_tokens(1, 1, seed=1)
+    for other in CASES_OF_CACHES:
+        if other is case:
+            continue
+        owner = make_model(other)
+        cache = read(owner, random_tokens(1, 6))
+        expected = go_on(owner, copy.deepcopy(cache), token)
+        with pytest.raises(ValueError, match=r"cache must .* got .*"):
+            go_on(model, cache, token)
+        assert cache.get_seq_length() == 6
+        assert torch.equal(go_on(owner, cache, token), expected)
+
+
+def test_states_of_the_same_names_and_sizes_that_another_mixer_has_filled_are_refused():
+    mine, other = (
+        make_model(CASE[name], gate="vector", linear_conv_kernel_dim=3)
+        for name in ("gla", "deltanet")
+    )
+    cache = read(other, random_tokens(1, 6))
+    assert {*mine.config.state_specs[0]} == {*cache.layers[0].states}
+    with pytest.raises(ValueError, match=r"of GatedLinearAttentionMixer .* of DeltaNetMixer"):
+        go_on(mine, cache, random_tokens(1, 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"head_dim": 16}, {"num_attention_heads": 2}, {"num_hidden_layers": 3}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["memory", "full_attention"])
+def test_a_cache_of_a_model_of_another_size_is_refused(kind, options):
+    sizes = {"layer_types": [kind] * options.get("num_hidden_layers", 2)}
+    owner = make_model(CASE["transformer"], **sizes, **options, num_key_value_heads=1)
+    model = make_model(CASE["transformer"], layer_types=[kind] * 2)
+    with pytest.raises(ValueError, match=r"cache must .* got .*"):
+        go_on(model, read(owner, random_tokens(1, 6)), random_tokens(1, 1))
+
+
+class OfAnotherLibrary(Cache):
+    """A cache without transformers' layers."""
+
+    def __init__(self):
+        self.states = []
+
+
+def of_other_layers():
+    class Layer:
+        is_initialized = True
+        is_sliding = False
+
+    return Cache(layers=[Layer(), Layer()])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        OfAnotherLibrary,
+        of_other_layers,
+        lambda: Cache(layers=[LinearAttentionLayer(), LinearAttentionLayer()]),
+        lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        lambda: Cache(layers=[]),
+        lambda: "a cache",
+        lambda: ((torch.zeros(1, 2, 3, 4),) * 2,) * 2,
+    ],
+    ids=["without layers", "other layers", "linear", "encoder-decoder", "none", "text", "tuples"],
+)
+@pytest.mark.parametrize("name", ["deltanet", "linear-full", "attention-sinks"])
+def test_a_cache_of_another_library_is_refused(name, make):
+    with pytest.raises(ValueError, match=r"cache must .* got "):
+        go_on(make_model(CASE[name]), make(), random_tokens(1, 1))
+
+
+def test_attention_of_transformers_refuses_a_memory():
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=8)).eval()
+    cache = read(make_model(CASE["deltanet"]), random_tokens(1, 6))
+    with pytest.raises(ValueError, match=r"cache must hold keys and values .* with a memory"):
+        go_on(llama, cache, random_tokens(1, 1))
 
 
 def test_a_layer_without_memory_is_refused():

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from cases import random_tokens
+from cases import CASE, go_on, make_model, random_tokens
 from comparing import assert_close
 from hf_memory import load_memory, save_memory, use_memory_ops
 from hf_memory.cache import MemoryLayer
@@ -298,3 +298,12 @@ def test_a_hybrids_caches_in_other_bits_are_refused():
         read(model, random_tokens(1, 4), cache)
     with pytest.raises(ValueError, match="a number, or a dict with some of"):
         use_memory_ops(model, cache_bits={"window": 8})
+
+
+@every_kind
+def test_a_cache_of_another_model_is_refused(kind):
+    other = make_model(CASE["linear-elu"], num_hidden_layers=3, layer_types=["memory"] * 3)
+    cache = DynamicCache(config=other.config)
+    go_on(other, cache, random_tokens(1, 5))
+    with pytest.raises(ValueError, match="cache must be one that this model has filled"):
+        read(ours(kind), random_tokens(1, 1), cache)

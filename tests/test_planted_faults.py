@@ -126,6 +126,12 @@ def test_a_forgotten_row_is_seen(case, monkeypatch):
         )
 
 
+def test_a_cache_of_another_model_that_is_read_is_seen(monkeypatch):
+    monkeypatch.setattr(MemoryLayer, "check", lambda self, spec, mixer: None)
+    with pytest.raises((KeyError, pytest.fail.Exception)):
+        test_cache.test_a_cache_of_another_kind_of_model_is_refused_before_it_changes(CASES[0])
+
+
 def test_a_decay_in_low_precision_is_seen(monkeypatch, tmp_path):
     case = next(case for case in CASES if case.name == "mamba2")
     make_model(case)  # which other tests will use

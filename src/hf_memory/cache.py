@@ -143,6 +143,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         CacheLayerMixin.__init__(self, **kwargs)
         self.states: States = {}
         self.spec: Spec = {}
+        self.mixer: str | None = None  # the class of the mixer that reads and writes the states
         self.needs_room = False  # whether a state gets room for tokens before they are read
         self.has_rounded_states = False  # see `State.rounded`
         self.tokens_read = 0
@@ -166,7 +167,12 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def _copy_all(self) -> None:
         self._map(_writable)
 
-    def read(self, inputs: Inputs | None = None, spec: Spec | None = None) -> States:
+    def read(
+        self,
+        inputs: Inputs | None = None,
+        spec: Spec | None = None,
+        mixer: str | None = None,
+    ) -> States:
         """The states by name, which may be overwritten.
 
         Without an entry, which is so before the first write and after a reset, a memory is empty.
@@ -174,10 +180,12 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         Args:
             inputs: what a mixer reads next, [B, T, ...] each; states that grow get room for it. Default: nothing.
             spec: the declaration of the states; default: that of the last call.
+            mixer: the class of the mixer.
         """
         if spec is not None and spec is not self.spec:
-            self._check_bits(spec)
+            self.check(spec, mixer)
             self.spec = spec
+            self.mixer = mixer
             self.needs_room = any(state.growth == "log" for state in spec.values())
             self.has_rounded_states = any(state.numbers is not None for state in spec.values())
         if not self.is_initialized:
@@ -187,10 +195,19 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         more = 0 if inputs is None else _length(inputs)
         return self._with_room(self.states, self.tokens_read + more)
 
+    def check(self, spec: Spec, mixer: str | None) -> None:
+        """Raise ValueError unless the states, if there are any, are those that a mixer of this class declares."""
+        if spec is self.spec or not self.spec or not self.is_initialized:
+            return
+        if self.mixer not in (mixer, None) or not _are_alike(self.spec, spec):
+            raise ValueError(
+                f"cache must be one that this model has filled, with states {', '.join(spec)} of {mixer} in this "
+                f"layer, got one of another model, with states {', '.join(self.spec)} of {self.mixer}"
+            )
+        self._check_bits(spec)
+
     def _check_bits(self, spec: Spec) -> None:
         """Raise ValueError if states are held in other bits than those that a mixer declares."""
-        if not self.is_initialized:
-            return
         for name, held in self.spec.items():
             if name in spec and held.bits != spec[name].bits:
                 asked, given = (
@@ -414,8 +431,15 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             stretch.inputs = [changed(x) for x in stretch.inputs]
 
     def update(self, *args, **kwargs):
-        """Not supported: a memory has states, not keys and values."""
-        raise RuntimeError("a memory layer has no keys and values; use read() and write()")
+        """Not supported: a memory has states, not keys and values.
+
+        Raises:
+            ValueError: always, since attention got the cache of another model.
+        """
+        raise ValueError(
+            "cache must hold keys and values in layers of attention: make it with DynamicCache(config=model.config), "
+            "got one of another model, with a memory"
+        )
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Nothing to allocate: a missing state means an empty memory."""
@@ -476,6 +500,14 @@ def padding_mask(
     if not is_tracing(present) and present.all():
         return None
     return present.contiguous()  # or its strides change with the past, and graphs are recompiled
+
+
+def _are_alike(held: Spec, declared: Spec) -> bool:
+    """Whether two declarations are the same, apart from the bits of states."""
+    if held.keys() != declared.keys():
+        return False
+    both = [(held[name], declared[name]) for name in declared]
+    return all(x == y for x, y in both if x.bits == y.bits)
 
 
 def _on_device(indices: Any, device: torch.device) -> Any:
@@ -565,14 +597,19 @@ def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:
     Raises:
         ValueError: if the cache was not made for the model's config.
     """
+    layer = held_memory(cache, layer_idx)
+    layer.make_writable()
+    return layer
+
+
+def held_memory(cache: Cache, layer_idx: int) -> MemoryLayer:
+    """The same as it is, to look at."""
     if layer_idx >= len(cache.layers) or not isinstance(cache.layers[layer_idx], MemoryLayer):
         raise ValueError(
             f"cache must hold a memory at layer {layer_idx}: make it with "
             f"DynamicCache(config=model.config), got {cache}"
         )
-    layer = cache.layers[layer_idx]
-    layer.make_writable()
-    return layer
+    return cache.layers[layer_idx]
 
 
 def hold_a_memory(cache: Cache, layer_idx: int) -> None:
@@ -628,7 +665,12 @@ def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[
 
 
 def _check_rows(held: Tensor, new: Tensor) -> None:
-    """Raise ValueError if keys [..., D] of a cache are packed in other bits than new ones."""
+    """Raise ValueError if keys [B, H, T, D] of a cache are of other heads than new ones, or packed in other bits."""
+    if held.shape[1] != new.shape[1]:
+        raise ValueError(
+            f"cache must be one that this model has filled, with keys of {new.shape[1]} heads in each layer of "
+            f"attention, got one of another model, with {held.shape[1]}"
+        )
     are_packed = [x.dtype == torch.uint8 for x in (held, new)]
     if held.shape[-1] == new.shape[-1] and are_packed[0] == are_packed[1]:
         return
@@ -649,6 +691,42 @@ def _writable(x: Tensor) -> Tensor:
 def owned(x: Tensor) -> Tensor:
     """x, or a copy if x is a part of a larger tensor, which it would keep in memory."""
     return x.clone() if x.untyped_storage().size() > x.numel() * x.element_size() else x
+
+
+def check_has_layers(cache: Any, most: int) -> None:
+    """Raise ValueError unless a cache is one of transformers with at most so many layers."""
+    layers = getattr(cache, "layers", None)
+    if not isinstance(cache, Cache) or layers is None:
+        raise ValueError(
+            f"cache must be made by DynamicCache(config=model.config) or be None, got {type(cache).__name__}"
+        )
+    if len(layers) > most:
+        raise ValueError(
+            f"cache must have the model's number of layers, {most}: make it with DynamicCache(config=model.config), "
+            f"got one of another model, with {len(layers)}"
+        )
+
+
+def check_keys_and_values(cache: Cache, layer_idx: int, window: int | None) -> None:
+    """Raise ValueError unless the layer of a cache holds keys and values for attention over a window, or over all."""
+    if layer_idx >= len(cache.layers):
+        is_made_when_written = cache.layer_class_to_replicate is not None
+        if is_made_when_written:
+            return
+        found = f"{len(cache.layers)} layers"
+    else:
+        layer = cache.layers[layer_idx]
+        has_keys = isinstance(layer, CacheLayerMixin) and not isinstance(
+            layer, LinearAttentionCacheLayerMixin
+        )
+        held = getattr(layer, "sliding_window", window) if has_keys else None
+        if has_keys and (held == window or not layer.is_sliding):
+            return
+        found = repr(layer)
+    raise ValueError(
+        f"cache must hold keys and values of {window or 'all'} tokens at layer {layer_idx}: make it with "
+        f"DynamicCache(config=model.config), got one of another model, with {found}"
+    )
 
 
 def check_texts(cache: Cache, number: int) -> None:

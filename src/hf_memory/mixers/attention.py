@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_memory.cache import Spec, State, update
+from hf_memory.cache import Spec, State, check_keys_and_values, update
 from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
 from hf_memory.layers import upcast
@@ -44,6 +44,10 @@ class AttentionMixer(Convertible, Projections):
     def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
         """See `Projections.kinds_in_bits`."""
         return ("attention",)
+
+    def check_cache(self, cache: Cache, layer_idx: int) -> None:
+        """See `Projections.check_cache`."""
+        check_keys_and_values(cache, layer_idx, self.sliding_window)
 
     @takes_cache
     def forward(

@@ -19,6 +19,7 @@ from hf_memory.cache import (
     as_declared,
     as_stored,
     flat,
+    held_memory,
     in_numbers,
     memory_layer,
     nested,
@@ -215,6 +216,10 @@ class Projections(nn.Module, ABC):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states that the mixer of a layer keeps for each sequence, by name."""
 
+    @abstractmethod
+    def check_cache(self, cache: Cache, layer_idx: int) -> None:
+        """Raise ValueError if the layer of a cache is not empty and has not the states of this mixer."""
+
     @classmethod
     def declared(cls, config, layer_idx: int) -> Spec:
         """`state_spec` as a cache holds the states: by joined names, and matrices in the bits that the config says."""
@@ -365,6 +370,10 @@ class MemoryMixer(Convertible, Projections):
                 output = torch.cat([output, *outputs], 1)
         return output if cu_seqlens is None else output.view(B, T, -1), None
 
+    def check_cache(self, cache: Cache, layer_idx: int) -> None:
+        """See `Projections.check_cache`."""
+        held_memory(cache, layer_idx).check(self.spec, type(self).__name__)
+
     def catch_up(self, layer: MemoryLayer) -> None:
         """Read again the inputs that stay, in a cache's layer that is behind since tokens were undone."""
         with torch.no_grad():
@@ -375,7 +384,7 @@ class MemoryMixer(Convertible, Projections):
         self, layer: MemoryLayer, inputs: Inputs, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """The output [B, T, hidden_size] for inputs that follow those of a cache's layer, which gets the new states."""
-        before = layer.read(inputs, self.spec)
+        before = layer.read(inputs, self.spec, type(self).__name__)
         if layer.has_rounded_states:
             before = in_numbers(before, self.spec, inputs["hidden_states"].dtype)
         output, states = self.mix_inputs(inputs, before, cu_seqlens, layer.uniform_length)

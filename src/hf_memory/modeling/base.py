@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
+from itertools import cycle
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_memory.cache import LAYER_TYPES, check_texts, padding_mask
+from hf_memory.cache import LAYER_TYPES, check_has_layers, check_texts, padding_mask
 from hf_memory.cache_argument import CACHE, NAMES, cache_of, named_cache, takes_cache
 from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
@@ -277,15 +278,11 @@ class MemoryModel(MemoryPreTrainedModel):
         Raises:
             ValueError: if an argument has a wrong shape, or contradicts another.
         """
-        if cache is not None and not isinstance(cache, Cache):
-            raise ValueError(
-                f"cache must be made by DynamicCache(config=model.config) or be None, got {type(cache).__name__}"
-            )
         if self.config.cache_bits != self.declared_bits:
             self.declare_states()
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if cache is not None:
-            check_texts(cache, inputs_embeds.shape[0])
+            self._check_cache(cache, inputs_embeds.shape[0])
         check_mask_length(inputs_embeds, attention_mask, cache)
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
             where = attention_mask, position_ids, cache
@@ -339,6 +336,16 @@ class MemoryModel(MemoryPreTrainedModel):
             cache if use_cache else None,
             **_own_losses(of_tokens, is_token(attention_mask, inputs_embeds.shape[1])),
         )
+
+    def _check_cache(self, cache: Any, rows: int) -> None:
+        """Raise ValueError unless a cache is empty, or was filled by this model with so many rows."""
+        steps = (
+            self.config.num_hidden_layers
+        )  # fewer than there are layers while a model drafts for itself
+        check_has_layers(cache, max(steps, len(self.layers)))
+        for i, layer in zip(range(steps), cycle(self.layers)):
+            layer.mixer.check_cache(cache, i)
+        check_texts(cache, rows)
 
     def declare_states(self) -> None:
         """Let mixers declare their states anew, after `cache_bits` of the config has changed."""

@@ -179,13 +179,18 @@ class _Memory(MemoryLayer):
         self.tokens_read = before
         self.received: States | None = None  # until the first write
 
-    def read(self, inputs: Inputs | None = None, spec: Spec | None = None) -> States:
+    def read(
+        self,
+        inputs: Inputs | None = None,
+        spec: Spec | None = None,
+        mixer: str | None = None,
+    ) -> States:
         """See `MemoryLayer.read`; states come from the process before when this one reads its first tokens."""
         if inputs is not None and not self.is_initialized:
             self.received = self.link.receive(next(iter(inputs.values())).device)
             if self.received:
                 self.fill(self.received, self.tokens_read)
-        return super().read(inputs, spec)
+        return super().read(inputs, spec, mixer)
 
     def write(self, inputs: Inputs, states: States, output: Tensor) -> Tensor:
         """See `MemoryLayer.write`; states go to the process after when this one has read its first tokens."""
