@@ -162,6 +162,8 @@ KINDS = {
     "GLA": Small("gated", {}),
     "GLA, attention": Small("gated", HYBRID),
     "Gated DeltaNet, preset": Small("deltanet", {"gate": "scalar", "memory_rope": True}),
+    "RWKV-7": Small("rwkv7", {}),
+    "RWKV-7, attention": Small("rwkv7", HYBRID),
     "Titans LMM": Small("titans", {"variant": "lmm"}),
     "Titans MAG": Small("titans", {"variant": "mag", "sliding_window": 64}),
     "Titans MAL": Small("titans", {"variant": "mal", "sliding_window": 64}),
@@ -174,6 +176,9 @@ KINDS = {
     "kept tokens, virtual token and full heads": Small("transformer", {**KEPT, **VIRTUAL, **FULL}),
     "kept tokens and full heads of 128 tokens": Small(
         "transformer", {**KEPT, **FIRST, **FULL, "full_attention_window": 128}
+    ),
+    "windows and first tokens with forget gates": Small(
+        "transformer", {"layer_types": ["sliding_heads"] * 4, **FIRST, "position": "forget"}
     ),
     "windows and a full layer": Small(
         "transformer", {**WINDOWS, "layer_types": ["sliding_heads"] * 3 + ["full_attention"]}

@@ -47,7 +47,11 @@ SERVED = [case for case in CASES if not has_no_place(case) and memory_layers(mak
 KEPT = CASE["attention-kept"]
 WINDOWED = KEPT.options | {"full_attention_window": 5}
 SERVED.append(KEPT._replace(name="attention-kept-window", options=WINDOWED))
-REFUSED = [case for case in CASES if has_no_place(case)]
+FORGETTING = {**CASE["transformer-forget-heads"].options, "layer_types": ["sliding_heads"] * 2}
+FULL_FORGETTING = CASE["transformer"]._replace(name="forget-full", options=FORGETTING)
+FORGETTING = FORGETTING | {"full_attention_heads": None}
+SERVED.append(FULL_FORGETTING._replace(name="forget-windows", options=FORGETTING))
+REFUSED = [*(case for case in CASES if has_no_place(case)), FULL_FORGETTING]
 
 
 def heads_alone(mixer, text, angles):
@@ -109,7 +113,8 @@ def test_sequences_in_steps_are_each_sequence_alone(case):
     for layer in model.model.layers:
         layer.mixer.declare()
     generator = torch.Generator().manual_seed(1)
-    texts = [torch.randn(sum(lengths), 32, generator=generator) for lengths in zip(*STEPS)]
+    width = 32 + (32 if model.config.model_type == "hf_memory_rwkv7" else 0)  # and first values
+    texts = [torch.randn(sum(lengths), width, generator=generator) for lengths in zip(*STEPS)]
     memories = {str(model.config.state_specs[i]): i for i in reversed(memory_layers(model.config))}
     for layer in memories.values():  # the first with these states
         mixer = model.model.layers[layer].mixer
@@ -298,7 +303,7 @@ def test_sinks_of_heads_without_a_window_are_zero():
 def vllm_config(config, **options):
     """What vLLM asks the plugin to look at."""
     found = SimpleNamespace(
-        model_config=SimpleNamespace(enforce_eager=False, hf_config=config),
+        model_config=SimpleNamespace(enforce_eager=False, hf_config=config, quantization=None),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         cache_config=SimpleNamespace(
             enable_prefix_caching=True,
@@ -328,22 +333,30 @@ def test_memories_need_whole_models():
         )
 
 
-@pytest.mark.parametrize(
-    ("case", "enabled", "asked", "unit"),
-    [
-        ("gla", True, None, None),  # pages of one kind: a prefix ends where a page does
-        ("attention-kept", True, None, 32),
-        ("attention-kept", True, 64, 64),
-        ("attention-kept", False, None, None),
-    ],
-)
-def test_prefixes_beside_attention_end_anywhere_in_pages_of_states(case, enabled, asked, unit):
+@pytest.mark.parametrize("case", ["gla", "attention-kept"])
+def test_states_are_found_again_at_ends_of_pages_alone(case):
     given = vllm_config(make_config(CASE[case]))
-    given.cache_config.enable_prefix_caching = enabled
-    given.cache_config.prefix_match_unit = asked
     ModelConfig.verify_and_update_config(given)
-    assert given.cache_config.enable_prefix_caching is enabled
-    assert given.cache_config.prefix_match_unit == unit
+    assert given.cache_config.enable_prefix_caching is True
+    assert given.cache_config.prefix_match_unit is None
+    given.cache_config.prefix_match_unit = 32
+    with pytest.raises(ValueError, match=r"prefix_match_unit must be None .* got 32"):
+        ModelConfig.verify_and_update_config(given)
+
+
+def test_attention_alone_may_have_prefixes_of_any_unit():
+    given = vllm_config(with_heads([1], [], [], []))
+    given.cache_config.prefix_match_unit = 16
+    ModelConfig.verify_and_update_config(given)
+    assert given.cache_config.prefix_match_unit == 16
+
+
+@pytest.mark.parametrize("case", ["gla", "transformer"])
+def test_quantised_weights_are_refused(case):
+    given = vllm_config(make_config(CASE[case]))
+    given.model_config.quantization = "fp8"
+    with pytest.raises(ValueError, match=r"quantization must be None .* got 'fp8'"):
+        ModelConfig.verify_and_update_config(given)
 
 
 def test_attention_alone_is_a_class_of_its_own_with_small_blocks():

@@ -288,6 +288,11 @@ class MemoryMixer(Convertible, Projections):
         return self.config.memory_rope
 
     @property
+    def width(self) -> int:
+        """Number of channels of what the mixer gives for each token."""
+        return self.config.hidden_size
+
+    @property
     def scores(self) -> Scores:
         """How scores of attention are computed."""
         return Scores(self.scaling, self.softcap)

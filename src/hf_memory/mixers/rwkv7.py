@@ -82,6 +82,11 @@ class Rwkv7Mixer(MemoryMixer):
         self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.mlp = ChannelMix(config, layer_idx)
 
+    @property
+    def width(self) -> int:
+        """The channels of the hidden states, and of the first layer's values."""
+        return self.config.hidden_size + self.q_proj.out_features
+
     def _low_rank(self, rank: int, activation: Callable | None, start: Start | None) -> "LowRank":
         return LowRank(
             self.config.hidden_size,

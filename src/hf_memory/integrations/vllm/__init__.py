@@ -7,7 +7,6 @@ from hf_memory.integrations.vllm.placement import (
     bits_of_engine,
     check,
     divided,
-    has_attention,
     memory_layers,
 )
 from hf_memory.modeling import FAMILIES
@@ -31,11 +30,7 @@ class ModelConfig:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse what the models cannot do, and with memories turn off what needs keys and values of each token.
-
-        Beside attention, pages of states have more tokens than those of keys and values, and the state of a page that
-        a prompt does not fill is found again, too: after a multiple of `prefix_match_unit` tokens.
-        """
+        """Refuse what the models cannot do, and with memories turn off what needs keys and values of each token."""
         parallel = vllm_config.parallel_config
         cache = vllm_config.cache_config
         model = vllm_config.model_config
@@ -43,6 +38,11 @@ class ModelConfig:
         if stages != 1:
             raise ValueError(
                 f"pipeline_parallel_size must be 1 for models of hf_memory in vLLM, got {stages}"
+            )
+        if model.quantization is not None:
+            raise ValueError(
+                "quantization must be None for models of hf_memory in vLLM, whose weights stay as they are, "
+                f"got {model.quantization!r}"
             )
         divided(model.hf_config, parallel.tensor_parallel_size)
         kinds = bits_of_engine(model.hf_config)
@@ -60,8 +60,11 @@ class ModelConfig:
                 raise ValueError(
                     "speculative_config must be None: a memory cannot forget tokens that are refused"
                 )
-            if cache.enable_prefix_caching and has_attention(model.hf_config):
-                cache.prefix_match_unit = cache.prefix_match_unit or cache.block_size
+            if cache.prefix_match_unit is not None:
+                raise ValueError(
+                    "prefix_match_unit must be None for a model with a memory, since vLLM can give a sequence the wrong "
+                    f"state from a page that is partly filled, got {cache.prefix_match_unit}"
+                )
             if vllm_config.device_config.device_type != "cpu":
                 _capture_parts(vllm_config.compilation_config)
             return

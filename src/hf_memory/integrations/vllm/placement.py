@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.mixers.transformer.forgetting import ForgettingHeads
 from hf_memory.mixers.windowed import WindowedMixer
 
 ELSEWHERE = "Use generate or serve of transformers"
@@ -31,15 +32,14 @@ def is_attention(config: Any, layer_idx: int) -> bool:
     return has_window or mixer is AttentionMixer
 
 
+def has_heads_of_attention(mixer: type) -> bool:
+    """Whether vLLM's attention can run the heads of a mixer that keep everything, which it cannot with forget gates."""
+    return issubclass(mixer, WindowedMixer) and not issubclass(mixer, ForgettingHeads)
+
+
 def memory_layers(config: Any) -> list[int]:
     """The numbers of the other layers, whose states vLLM stores in pages of its own for them."""
     return [i for i in range(config.num_hidden_layers) if not is_attention(config, i)]
-
-
-def has_attention(config: Any) -> bool:
-    """Whether vLLM's attention runs some layers or heads of the model."""
-    layers = range(config.num_hidden_layers)
-    return len(memory_layers(config)) < len(layers) or any(config.full_attention_heads or ())
 
 
 def check(config: Any) -> None:
@@ -50,9 +50,7 @@ def check(config: Any) -> None:
         )
     for i in memory_layers(config):
         growing = [name for name, state in config.state_specs[i].items() if state.growth != "fixed"]
-        if (
-            growing and config.mixer_class(i) is not WindowedMixer
-        ):  # whose full heads are vLLM's attention
+        if growing and not has_heads_of_attention(config.mixer_class(i)):
             raise ValueError(
                 "vLLM stores states of fixed size, and keys and values of attention, but nothing else that "
                 f"grows with the text, got {' and '.join(growing)} in layer {i} of {config.model_type}. {ELSEWHERE}"

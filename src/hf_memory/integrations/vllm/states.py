@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_memory.cache import Spec, States, as_stored, flat, in_numbers, nested
+from hf_memory.integrations.vllm.placement import has_heads_of_attention
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.windowed import WindowedMixer
 
 ALIGNMENT = 8  # bytes of the widest number
 
@@ -176,14 +176,14 @@ class Pages:
         self.mixer = mixer
         self.shelf = shelf
         self.layer = layer
-        self.projects = isinstance(mixer, WindowedMixer)  # in the first part
+        self.projects = has_heads_of_attention(type(mixer))  # in the first part
 
     @property
     def width(self) -> int:
         """The number of channels of what the second part gives for each token."""
         mixer: Any = self.mixer
         of_heads = mixer.num_output_heads * mixer.value_dim
-        return of_heads if self.projects else mixer.config.hidden_size
+        return of_heads if self.projects else mixer.width
 
     @property
     def _stored(self) -> States:
@@ -274,7 +274,7 @@ class Pages:
         return mixed
 
     def finish(self, mixed: Tensor) -> Tensor:
-        """The third part: outputs [1, T, hidden_size] from those of the second [T, width]."""
+        """The third part: outputs of the mixer [1, T, ...] from those of the second [T, width]."""
         mixer: Any = self.mixer
         return mixer.o_proj(mixed[None]) if self.projects else mixed[None]
 
