@@ -62,7 +62,7 @@ class ModelConfig:
                 )
             if cache.prefix_match_unit is not None:
                 raise ValueError(
-                    "prefix_match_unit must be None for a model with a memory, since vLLM can give a sequence the wrong "
+                    "prefix_match_unit must be None for a model with a memory, since vLLM can give a sequence a wrong "
                     f"state from a page that is partly filled, got {cache.prefix_match_unit}"
                 )
             if vllm_config.device_config.device_type != "cpu":
