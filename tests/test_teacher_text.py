@@ -1,6 +1,7 @@
 """A teacher that writes the text its student learns on."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -58,6 +59,32 @@ def test_a_text_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, templat
     before = whole.stat().st_mtime_ns
     assert write_text(tmp_path / "a", model, tokenizer, 100, **how).stat().st_mtime_ns == before
     assert write_text(tmp_path / "a", model, tokenizer, 100, **how | {"seed": 4}) != whole
+
+
+def test_what_was_written_stays_in_the_file_at_each_moment(tmp_path):
+    """A process that is killed leaves what is in the file then, and no buffer."""
+    model = make_teacher()
+    tokenizer = make_tokenizer()
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    whole = write_text(tmp_path / "whole", model, tokenizer, 150).read_bytes()
+    (tmp_path / "killed").mkdir()
+    partial = (
+        tmp_path / "killed" / next((tmp_path / "whole").iterdir()).with_suffix(".partial").name
+    )
+    batch = b"".join(whole.splitlines(keepends=True)[: teacher_text.BATCH])
+    partial.write_bytes(batch + b'{"text": "not whol')
+    seen = []
+    write_text(
+        tmp_path / "killed",
+        model,
+        tokenizer,
+        150,
+        report=lambda now: seen.append(partial.read_bytes()),
+    )
+    assert seen[0] == batch
+    assert all(after.startswith(before) for before, after in pairwise(seen))
+    assert seen[-1] == whole
+    assert len(seen) > 3
 
 
 def test_the_sampling_is_the_teachers(tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -85,31 +86,33 @@ def write_text(
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    known = (
-        partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
-    )
-    whole = [
-        line for line in known if line.endswith("\n")
-    ]  # of a stopped call, without an unfinished batch
-    rows = [json.loads(line) for line in whole[: len(whole) // BATCH * BATCH]]
+    rows = _whole_batches(partial)
     tokens = sum(_size(tokenizer, row) for row in rows)
-    with written(partial.name, folder, "its texts so far are kept"), partial.open("w") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
+    with written(partial.name, folder, "its texts so far are kept"), partial.open("a") as lines:
         for number in count(len(rows) // BATCH):
             report(Progress("the teacher writes", min(tokens, num_tokens), num_tokens, 1))
             if tokens >= num_tokens:
                 break
-            some = (
-                [prompts[i % len(prompts)] for i in range(number * BATCH, (number + 1) * BATCH)]
-                if prompts
-                else []
-            )
-            for row in _rows(teacher, tokenizer, some, seed + number):
-                lines.write(json.dumps(row) + "\n")
-                tokens += _size(tokenizer, row)
+            places = range(number * BATCH, (number + 1) * BATCH)
+            some = [prompts[i % len(prompts)] for i in places] if prompts else []
+            batch = list(_rows(teacher, tokenizer, some, seed + number))
+            lines.writelines(json.dumps(row) + "\n" for row in batch)
             lines.flush()
+            os.fsync(lines.fileno())
+            tokens += sum(_size(tokenizer, row) for row in batch)
     partial.replace(file)
     return file
+
+
+def _whole_batches(partial: Path) -> list[Row]:
+    """The texts of the whole batches that a stopped call has written; the file loses only what follows them."""
+    if not partial.exists():
+        return []
+    lines = partial.read_bytes().splitlines(keepends=True)
+    complete = [line for line in lines if line.endswith(b"\n")]
+    whole = complete[: len(complete) // BATCH * BATCH]
+    os.truncate(partial, sum(map(len, whole)))
+    return [json.loads(line) for line in whole]
 
 
 def _size(tokenizer, row: Row) -> int:
