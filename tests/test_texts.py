@@ -11,7 +11,7 @@ from pyarrow import parquet
 from hf_memory import conversion
 from hf_memory.conversion import Schedule
 from hf_memory.files.fingerprints import tokens_fingerprint
-from hf_memory.files.text import hold_out
+from hf_memory.files.text import hold_out, start_of
 from teachers import SCHEDULE, make_tokenizer
 
 
@@ -287,3 +287,16 @@ def test_a_library_that_is_not_installed_is_named(written, monkeypatch):
     for name in ("a.parquet", "folder"):
         with pytest.raises(ValueError, match="pip install datasets"):
             conversion.read_tokens([written / name], make_tokenizer())
+
+
+class FirstWordDiffers:
+    """A tokenizer that writes a first word otherwise without what begins a text."""
+
+    all_special_ids = [1]
+
+    def __call__(self, text, *, add_special_tokens):
+        return {"input_ids": [1, 7] if add_special_tokens else [5]}
+
+
+def test_what_begins_a_text_is_found_where_the_first_word_differs():
+    assert start_of(FirstWordDiffers()) == [1]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,7 +184,11 @@ def start_of(tokenizer) -> list[int]:
     whole, alone = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
     )
-    return whole[: next(i for i in range(len(whole) + 1) if whole[i : i + len(alone)] == alone)]
+    for i in range(len(whole) + 1):
+        if whole[i : i + len(alone)] == alone:
+            return whole[:i]
+    # A word may have other tokens where it is the first of all.
+    return list(takewhile(set(tokenizer.all_special_ids).__contains__, whole))
 
 
 def check_tokens(tokens: Text | Tensor, config: PreTrainedConfig, *lengths: int) -> None:
