@@ -20,6 +20,7 @@ from hf_memory.conversion import (
 )
 from hf_memory.conversion.describe import ways_to_serve
 from hf_memory.conversion.report import model_card
+from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.evaluation.efficiency import BYTES, READ, WRITTEN
 from hf_memory.progress import Progress
@@ -139,6 +140,13 @@ def test_a_card_says_how_this_model_is_served(recipe, true, false):
     said = " ".join(ways_to_serve(planned(**recipe).student))
     assert [words for words in true if words not in said] == []
     assert [words for words in false if words in said] == []
+
+
+@pytest.mark.parametrize("to", [to for to in STUDENTS if to != "attention"])
+def test_a_student_that_keeps_all_layers_says_how_it_is_served(to):
+    said = list(ways_to_serve(planned(to=to, keep="1/1").student))
+    assert "no architecture of the engines" in said[0] or "hf-memory export" in said[0]
+    assert said[-1].startswith("`transformers serve")
 
 
 def test_a_card_names_the_engines_of_an_export():

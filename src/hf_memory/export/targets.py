@@ -46,6 +46,10 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
         for target in TARGETS
         if type(config) is target.family and name in ("auto", target.name)
     ]
+    if not of_family and name == "auto":
+        raise NotExportable(
+            f"no engine has models of type {config.model_type}, also without layers of its memory. {WITHOUT_EXPORT}"
+        )
     if not of_family:
         family = next(target.family.model_type for target in TARGETS if target.name == name)
         raise ValueError(f"target {name} is for models of type {family}, got {config.model_type}")
