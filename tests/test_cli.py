@@ -323,6 +323,32 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     assert yaml.safe_load((second / "run.yaml").read_text()) == described | {"output": str(second)}
 
 
+def test_a_typed_option_leaves_the_others_of_a_file(run, teacher, text, tmp_path):
+    file = tmp_path / "my.yaml"
+    settings = {
+        "option": {"full_attention_window": 40, "sliding_window": 9},
+        "training": {"weight_decay": 0.1, "adam_beta2": 0.9},
+    }
+    file.write_text(yaml.safe_dump(settings))
+    student = tmp_path / "student"
+    command = "convert", teacher, "--text", text, "--output", student, "--config", file
+    short = "--distillation", "steps=1,batch_size=1,length=16"
+    typed = "-o", "sliding_window=8", "-t", "adam_beta2=0.8"
+    code, _, err = run(*command, *short, *typed)
+    assert err == ""
+    assert code == 0
+    config = AutoConfig.from_pretrained(student)
+    assert config.full_attention_window == 40
+    assert config.sliding_window == 8
+    described = yaml.safe_load((student / "run.yaml").read_text())
+    assert read_pairs(described["training"]) == {"weight_decay": 0.1, "adam_beta2": 0.8}
+    code, _, err = run(*command[:-2], *short, "--overwrite", "--config", student / "run.yaml")
+    assert err == ""
+    assert code == 0
+    again = yaml.safe_load((student / "run.yaml").read_text())
+    assert again == described
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -437,6 +463,11 @@ def test_values_are_read_as_what_they_look_like():
         "gate=none",
         "past=[cache, xl]",
         "heads=[[1, 2], []]",
+        "bits=None",
+        "size=1_000",
+        "factor=nan",
+        "more=-.5",
+        "less=+2.",
     ]
     assert read_pairs(pairs) == {
         "bf16": False,
@@ -446,6 +477,11 @@ def test_values_are_read_as_what_they_look_like():
         "gate": "none",
         "past": ["cache", "xl"],
         "heads": [[1, 2], []],
+        "bits": None,
+        "size": "1_000",  # no number, so that the option refuses it
+        "factor": "nan",
+        "more": -0.5,
+        "less": 2.0,
     }
 
 

@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -25,6 +25,7 @@ from hf_memory.modeling.configuration import MemoryConfig
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 WORDS = {"true": True, "false": False, "null": None}
 NUMBER = re.compile(r"\d*\.?\d+")
+SIGNED = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 GENERATED = "teacher:500k[:prompts.txt] is text that the teacher writes"
 
 
@@ -38,8 +39,11 @@ def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
 def after_file(
     context: typer.Context, parameter: typer.CallbackParam, words: list[str] | None
 ) -> list[str]:
-    """Words of the command line after those of the file, since the last value of a field counts."""
-    return [*(context.default_map or {}).get(str(parameter.name), ()), *(words or ())]
+    """Words of the command line after those of the file: each adds to them, and the last value of a name counts."""
+    name = str(parameter.name)
+    source: Any = context.get_parameter_source(name)
+    of_file = (context.default_map or {}).get(name, ()) if source.name == "COMMANDLINE" else ()
+    return [*of_file, *(words or ())]
 
 
 def in_file(help: str, *names: str, **how):
@@ -52,6 +56,7 @@ Option = Annotated[
     typer.Option(
         "--option",
         "-o",
+        callback=after_file,
         help="An option of the student's config, such as cache_bits=null; may be repeated.",
         rich_help_panel=WHAT,
     ),
@@ -123,6 +128,7 @@ class TrainingFlags:
         typer.Option(
             "--training",
             "-t",
+            callback=after_file,
             help="One of transformers' TrainingArguments, such as bf16=true; may be repeated.",
             rich_help_panel=ADVANCED,
         ),
@@ -170,14 +176,13 @@ def _value(text: str) -> bool | int | float | str | list | dict | None:
         with suppress(ValueError):  # of words that are not quoted
             return json.loads(text)
         return [_value(part.strip()) for part in text[1:-1].split(",")]
+    if text == "None":  # as Python writes it; "none" is a value of some options
+        return None
     if text.lower() in WORDS:
         return WORDS[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+    if not SIGNED.fullmatch(text):
+        return text
+    return int(text) if text.lstrip("+-").isdecimal() else float(text)
 
 
 def set_cache_bits(config: PreTrainedConfig, words: str | None) -> None:
