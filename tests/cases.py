@@ -12,7 +12,7 @@ import hf_memory
 from hf_memory.cache import LAYER_TYPES
 from hf_memory.mixers.levels import LevelWeights
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
-from hf_memory.mixers.windowed import Sinks, VirtualToken
+from hf_memory.mixers.windowed import Sinks
 
 NEW = 6  # tokens that `generate` writes
 WORDS = [
@@ -60,12 +60,6 @@ KEPT_TOKENS = {
     "num_kept_tokens": [3, 2],
     "kept_block_size": 3,
     "full_attention_heads": [[], [1]],
-}
-VIRTUAL_TOKEN = {
-    "layer_types": ["sliding_heads"] * 2,
-    "sliding_window": 4,
-    "virtual_token": True,
-    "full_attention_heads": [[1], []],
 }
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
@@ -507,11 +501,6 @@ CASES = (
         {**SINKS, "layer_types": ["sliding_heads", "full_attention"]},
     ),
     Case(
-        "attention-virtual",
-        "hf_memory_transformer",
-        VIRTUAL_TOKEN,
-    ),
-    Case(
         "linear-window-bits",
         "hf_memory_linear",
         {
@@ -532,11 +521,6 @@ CASES = (
         "attention-sinks-bits",
         "hf_memory_transformer",
         {**SINKS, "layer_types": ["sliding_heads", "full_attention"], "cache_bits": 8},
-    ),
-    Case(
-        "attention-virtual-bits",
-        "hf_memory_transformer",
-        {**VIRTUAL_TOKEN, "cache_bits": 8},
     ),
     Case(
         "transformer-bits",
@@ -616,7 +600,6 @@ KIND_OF_CACHE = (
     "rwkv7",  # the states of a feed-forward part, and values of the first layer
     "log-linear-mamba2",  # one state for each level
     "attention-kept-bits",  # kept tokens, in few bits
-    "attention-virtual",  # a virtual token
 )
 CASES_OF_CACHES = [CASE[name] for name in KIND_OF_CACHE]
 every_kind_of_cache = usually(CASES_OF_CACHES)
@@ -647,9 +630,7 @@ def _make(case: Case, options: dict):
             module, LevelWeights
         ):  # where all weigh one, as they do at first, a wrong level would not show
             torch.nn.init.normal_(module.proj.weight, std=0.3)
-        if isinstance(
-            module, (Sinks, VirtualToken)
-        ):  # where all are zero, it would not show which head has which
+        if isinstance(module, Sinks):  # where all are zero, it would not show which head has which
             for parameter in module.parameters():
                 torch.nn.init.normal_(parameter)
         if isinstance(

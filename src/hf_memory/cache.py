@@ -21,18 +21,19 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 from transformers.utils.import_utils import is_tracing
 
-from hf_memory.ops.bits import pack, packed_bytes, seen_in_bits, unpack
+from hf_memory.cache_bits import ALL_BITS, RECURRENT, CacheBits
+from hf_memory.ops.bits import pack, packed_bytes, unpack
+from hf_memory.ops.rows import PLAIN, Rows
 
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
-LAYER_TYPES = (
-    "memory",
-    "sliding_memory",
-    "sliding_heads",
-)  # names in configs of layers with named states
+# names in configs of layers with named states
+LAYER_TYPES = ("memory", "sliding_memory", "sliding_heads")
 Growth = Literal["fixed", "log", "token"]  # how a state grows with the number of tokens
 States = dict[str, Any]  # states of a mixer by name, each [B, ...], or those of a part of it
 Inputs = dict[str, Tensor]  # inputs of a mixer by name, each [B, T, ...]
@@ -50,8 +51,9 @@ class State:
         absent: the smallest value of whole numbers, such as that of entries that belong to no token of a row.
         largest: their largest value; None: the number of tokens that were read. Only a saved memory that is loaded is
             compared with both: a state with other numbers can be saved, and is refused when it is loaded.
+        kind: what `cache_bits` calls it, such as "window.keys", if it can be stored in few bits; None: it cannot.
+        is_recurrent: whether it is a matrix that each token changes. Its kind is then "recurrent_states".
         bits: the bits of each number of a packed state, with `shape` and `dtype` of what is stored; None: not packed.
-        is_recurrent: whether it is a matrix that each token changes, which `rounded` can store in few bits.
         numbers: the declaration of what mixers see of a state that the cache packs and unpacks; None: what is stored.
     """
 
@@ -61,33 +63,30 @@ class State:
     at_most: int | None = None
     absent: int = 0
     largest: int | None = None
-    bits: int | None = None
+    kind: str | None = None
     is_recurrent: bool = False
+    bits: int | None = None
     numbers: "State | None" = None
 
-    def in_bits(self, bits: int | None) -> "State":
-        """The same numbers packed in 8 or 4 bits, see `hf_memory.ops.bits`; unchanged if it is None.
+    def stored(self, cache_bits: CacheBits) -> "State":
+        """The same numbers as a cache of these bits stores them.
 
-        Only numbers in the model's dtype are packed, and not counts, nor what is declared in float32.
+        Keys and values of tokens are packed by the mixer, which sees packed rows, see `hf_memory.ops.rows`. Recurrent
+        matrices are packed by the cache, in 8 bits or in bfloat16: a call computes with numbers as without bits, and
+        what it leaves is rounded once, at its end. So results depend on how a text is divided into calls, by what
+        rounding changes.
         """
-        return self if bits is None or self.dtype is not None else self._packed(bits)
-
-    def _packed(self, bits: int) -> "State":
+        bits = cache_bits.of(RECURRENT if self.is_recurrent else self.kind)
+        if bits is None:
+            return self
+        numbers = self if self.is_recurrent else None
+        if bits == 16:
+            return replace(self, dtype=torch.bfloat16, bits=bits, numbers=numbers)
         *rows, channels = self.shape
         shape = *rows, packed_bytes(channels, bits)
-        return replace(self, shape=shape, dtype=torch.uint8, largest=255, bits=bits)
-
-    def rounded(self, bits: int | None) -> "State":
-        """The same matrix, which the cache stores in bfloat16 (16) or in 8 bits; unchanged if it is None, or no matrix.
-
-        Mixers see numbers. A call computes with them as without bits, and what it leaves is rounded once, at its end.
-        So results depend on how a text is divided into calls, by what rounding changes.
-        """
-        if bits is None or not self.is_recurrent:
-            return self
-        if bits == 16:
-            return replace(self, dtype=torch.bfloat16, bits=bits, numbers=self)
-        return replace(self._packed(bits), numbers=self)
+        return replace(
+            self, shape=shape, dtype=torch.uint8, largest=255, bits=bits, numbers=numbers
+        )
 
     def grown_shape(self, tokens_read: int) -> tuple[int, ...]:
         """The number of entries of a row after some tokens, as a shape; empty if the state does not grow."""
@@ -122,7 +121,8 @@ class Stretch:
 class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """A cache layer with the states of one mixer by name, and `tokens_read`, the number of tokens that led to them.
 
-    A mixer calls `read`, and then `write` with the states after its tokens.
+    A mixer calls `read`, and then `write` with the states after its tokens. The layer goes on in the `bits` in which it
+    begins: those that it was given, or else those of the first model that reads with it.
 
     The first dimension of each state is the batch. Without gradients a state is overwritten in place, so that its
     address does not change after the first write; with gradients it is replaced, since the graph may need the old one.
@@ -144,15 +144,16 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.states: States = {}
         self.spec: Spec = {}
         self.mixer: str | None = None  # the class of the mixer that reads and writes the states
+        # in which it stores its states; None: not known before the first call
+        self.bits: CacheBits | None = None
         self.needs_room = False  # whether a state gets room for tokens before they are read
-        self.has_rounded_states = False  # see `State.rounded`
+        self.has_rounded_states = False  # whether the cache packs states, see `State.stored`
         self.tokens_read = 0
         self.is_padded = False  # whether rows may have read fewer tokens
         self.record_past = False
         self.recorded: list[Stretch] = []
-        self.is_behind = (
-            False  # the states are those before the last stretch, and its inputs must be replayed
-        )
+        # whether the states are those before the last stretch, whose inputs must be replayed
+        self.is_behind = False
         self.device: torch.device | None = None
 
     def make_writable(self) -> None:
@@ -167,6 +168,12 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def _copy_all(self) -> None:
         self._map(_writable)
 
+    def own_bits(self, default: CacheBits) -> CacheBits:
+        """The bits in which it stores its states; those by default if it has none yet, which it has from now on."""
+        if self.bits is None:
+            self.bits = default
+        return self.bits
+
     def read(
         self,
         inputs: Inputs | None = None,
@@ -179,7 +186,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
         Args:
             inputs: what a mixer reads next, [B, T, ...] each; states that grow get room for it. Default: nothing.
-            spec: the declaration of the states; default: that of the last call.
+            spec: the declaration of the states in the bits of this layer; default: that of the last call.
             mixer: the class of the mixer.
         """
         if spec is not None and spec is not self.spec:
@@ -199,25 +206,16 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Raise ValueError unless the states, if there are any, are those that a mixer of this class declares."""
         if spec is self.spec or not self.spec or not self.is_initialized:
             return
-        if self.mixer not in (mixer, None) or not _are_alike(self.spec, spec):
+        if self.mixer not in (mixer, None) or self.spec != spec:
             raise ValueError(
                 f"cache must be one that this model has filled, with states {', '.join(spec)} of {mixer} in this "
                 f"layer, got one of another model, with states {', '.join(self.spec)} of {self.mixer}"
             )
-        self._check_bits(spec)
 
-    def _check_bits(self, spec: Spec) -> None:
-        """Raise ValueError if states are held in other bits than those that a mixer declares."""
-        for name, held in self.spec.items():
-            if name in spec and held.bits != spec[name].bits:
-                asked, given = (
-                    f"{bits} bits" if bits else "all its bits"
-                    for bits in (spec[name].bits, held.bits)
-                )
-                raise ValueError(
-                    f"cache must hold {name} in {asked}, as cache_bits of the config says, got it in {given}; make "
-                    "a new cache"
-                )
+    @property
+    def room(self) -> Tensor | None:
+        """Where the next token goes among the entries of states that have room for later ones; None: they have none."""
+        return None
 
     def write(self, inputs: Inputs, states: States, output: Tensor) -> Tensor:
         """Keep the states after some inputs.
@@ -292,15 +290,11 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def _with_room(self, states: States, tokens_read: int) -> States:
         """Extend states that grow with the logarithm of the tokens by empty entries."""
-        roomy = {}
-        for name, x in states.items():
-            state = self.spec[name]
-            if (
-                state.growth == "log"
-                and (missing := state.grown_shape(tokens_read)[0] - x.shape[1]) > 0
-            ):
-                roomy[name] = F.pad(x, (*(0, 0) * len(state.shape), 0, missing))
-        return states | roomy
+        return states | {
+            name: _extended(x, self.spec[name], tokens_read)
+            for name, x in states.items()
+            if self.spec[name].growth == "log"
+        }
 
     @property
     def batch_size(self) -> int:
@@ -448,20 +442,11 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     update_recurrent_state = update
 
 
-class LayerInBits(DynamicLayer):
-    """transformers' layer of keys and values, which holds packed rows; attention sees the numbers that are held."""
-
-    def __init__(self, bits: int):
-        super().__init__()
-        self.bits = bits
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        """Add keys and values [B, H, T, D]; those of all tokens [B, H, tokens, D] are returned."""
-        return seen_in_bits(key_states, value_states, self.bits, super().update)
-
-
 class StaticMemoryLayer(MemoryLayer):
-    """A `MemoryLayer` for a StaticCache, for torch.compile and CUDA graphs: its number of tokens is a tensor."""
+    """A `MemoryLayer` for a StaticCache, for torch.compile and CUDA graphs.
+
+    Its number of tokens is a tensor, and each state has its full length, and its address, from the first write on.
+    """
 
     is_compileable = True
 
@@ -470,13 +455,19 @@ class StaticMemoryLayer(MemoryLayer):
         self.most_tokens = max_cache_len if max_cache_len > 0 else torch.iinfo(torch.long).max
         self.tokens_read = torch.zeros((), dtype=torch.long)
 
+    @property
+    def room(self) -> Tensor | None:
+        """See `MemoryLayer.room`."""
+        grows = any(state.growth == "token" for state in self.spec.values())
+        return self.tokens_read if grows and self.is_initialized else None
+
     def _copy_all(self) -> None:
         super()._copy_all()
         self.tokens_read = _writable(self.tokens_read)
         self._mark_addresses()
 
     def _store(self, states: States) -> None:
-        super()._store(self._with_room(states, 0))
+        super()._store(self._with_room(states, self.most_tokens))
         if not self.is_initialized and not torch.compiler.is_compiling():
             self.tokens_read = self.tokens_read.to(next(iter(states.values())).device)
             self._mark_addresses()
@@ -487,7 +478,68 @@ class StaticMemoryLayer(MemoryLayer):
 
     def _with_room(self, states: States, tokens_read: int) -> States:
         """Extend states to the largest number of entries that they can have, so that no shape changes."""
-        return super()._with_room(states, self.most_tokens)
+        return {name: _extended(x, self.spec[name], self.most_tokens) for name, x in states.items()}
+
+
+def _extended(x: Tensor, state: State, tokens_read: int) -> Tensor:
+    """A state that grows, x [B, n, ...], with as many entries as it has after some tokens, empty ones among them.
+
+    They follow the others, or come before them where the last tokens alone stay.
+    """
+    if state.growth == "fixed":
+        return x
+    missing = state.grown_shape(tokens_read)[0] - x.shape[1]
+    if missing <= 0:
+        return x
+    is_last = state.growth == "token" and state.at_most is not None
+    sides = (missing, 0) if is_last else (0, missing)
+    return F.pad(x, (*(0, 0) * len(state.shape), *sides), value=state.absent)
+
+
+class _Packed:
+    """Keys and values of a layer of transformers' caches, which are stored as `rows` says; attention sees numbers."""
+
+    rows: Rows
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for keys and values [B, H, T, D] that are packed, or still to be packed."""
+        super().lazy_initialization(*self.rows.stored(key_states, value_states))  # type: ignore[misc]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Add keys and values [B, H, T, D]; those of all tokens [B, H, tokens, D] are returned."""
+        new = key_states, value_states
+        stored = self.rows.stored(*new)
+        held = super().update(*stored, *args, **kwargs)  # type: ignore[misc]
+        return self.rows.seen_among(new, stored, held, self._end(held[0]))
+
+    def _end(self, held: Tensor) -> int:
+        """The place after the last token among keys [B, H, tokens, ...] that are seen."""
+        is_static = isinstance(self, StaticLayer) and torch.is_grad_enabled()
+        return min(int(self.get_seq_length()), held.shape[2]) if is_static else held.shape[2]
+
+
+class DynamicLayerInBits(_Packed, DynamicLayer):
+    """See `_Packed`."""
+
+
+class DynamicSlidingWindowLayerInBits(_Packed, DynamicSlidingWindowLayer):
+    """See `_Packed`."""
+
+
+class StaticLayerInBits(_Packed, StaticLayer):
+    """See `_Packed`."""
+
+
+class StaticSlidingWindowLayerInBits(_Packed, StaticSlidingWindowLayer):
+    """See `_Packed`."""
+
+
+PACKED = {
+    DynamicLayer: DynamicLayerInBits,
+    DynamicSlidingWindowLayer: DynamicSlidingWindowLayerInBits,
+    StaticLayer: StaticLayerInBits,
+    StaticSlidingWindowLayer: StaticSlidingWindowLayerInBits,
+}
 
 
 def padding_mask(
@@ -500,14 +552,6 @@ def padding_mask(
     if not is_tracing(present) and present.all():
         return None
     return present.contiguous()  # or its strides change with the past, and graphs are recompiled
-
-
-def _are_alike(held: Spec, declared: Spec) -> bool:
-    """Whether two declarations are the same, apart from the bits of states."""
-    if held.keys() != declared.keys():
-        return False
-    both = [(held[name], declared[name]) for name in declared]
-    return all(x == y for x, y in both if x.bits == y.bits)
 
 
 def _on_device(indices: Any, device: torch.device) -> Any:
@@ -632,21 +676,78 @@ def hold_a_memory(cache: Cache, layer_idx: int) -> None:
     cache.layers[layer_idx] = memory
 
 
-def hold_in_bits(cache: Cache, layer_idx: int, bits: int) -> None:
-    """Replace an empty layer of keys and values of a DynamicCache by one in few bits.
+def rows_of(bits: CacheBits, kind: str | None) -> Rows:
+    """How keys and values of a kind are stored in a cache of these bits; None: of no kind that can have few bits."""
+    if kind is None or bits is ALL_BITS:
+        return PLAIN
+    return Rows(bits.of(f"{kind}.keys"), bits.of(f"{kind}.values"))
+
+
+def keep_keys_and_values(cache: Cache, layer_idx: int, default: CacheBits) -> None:
+    """Let an empty layer of attention of a cache store keys and values in the bits by default, unless it has bits.
 
     Raises:
-        ValueError: if it is not empty, or not of a DynamicCache, or in other bits.
+        ValueError: if it is none that can have few bits.
     """
-    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if getattr(layer, "bits", None) == bits:
+    layers = cache.layers
+    if layer_idx < len(layers) and hasattr(layers[layer_idx], "rows"):
         return
-    if type(layer) is not DynamicLayer or layer.is_initialized:
-        raise ValueError(
-            f"cache must be an empty DynamicCache(config=model.config), or one with keys and values in {bits} bits, as "
-            f"cache_bits of use_memory_ops says, got {cache}"
-        )
-    cache.layers[layer_idx] = LayerInBits(bits)
+    rows = rows_of(default, "attention")
+    if layer_idx >= len(layers):
+        if rows.is_packed:
+            layers.extend(DynamicLayer() for _ in range(layer_idx + 1 - len(layers)))
+            _pack_layer(cache, layer_idx, rows)
+        return
+    if layers[layer_idx].get_seq_length() == 0:
+        _pack_layer(cache, layer_idx, rows)
+
+
+def _pack_layer(cache: Cache, layer_idx: int, rows: Rows) -> None:
+    layer = cache.layers[layer_idx]
+    if rows.is_packed:
+        if type(layer) not in PACKED:
+            expected = "DynamicCache(config=model.config) or StaticCache(config=model.config, ...)"
+            raise ValueError(
+                f"cache must be a {expected} to have keys and values in few bits, got {cache}"
+            )
+        layer = _empty_like(layer, PACKED[type(layer)])
+        cache.layers[layer_idx] = layer
+    layer.rows = rows
+
+
+def _empty_like(layer: Any, kind: type) -> Any:
+    """An empty layer of another kind with the options of one that has read nothing."""
+    other = kind.__new__(kind)
+    other.__dict__.update(layer.__dict__)
+    other.keys = other.values = None
+    other.is_initialized = False
+    return other
+
+
+def set_bits(cache: Cache, bits: CacheBits) -> None:
+    """Let an empty cache store its states in some bits; one that was filled goes on in those that it has.
+
+    Raises:
+        ValueError: if it was filled in other bits.
+    """
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, MemoryLayer):
+            if layer.is_initialized and layer.bits != bits:
+                _refuse_bits(i, layer.bits or ALL_BITS, bits)
+            layer.bits = bits
+        elif isinstance(layer, DynamicLayer | StaticLayer):
+            wanted = rows_of(bits, "attention")
+            if layer.get_seq_length() == 0:
+                _pack_layer(cache, i, wanted)
+            elif getattr(layer, "rows", PLAIN) != wanted:
+                _refuse_bits(i, getattr(layer, "rows", PLAIN), wanted)
+
+
+def _refuse_bits(layer_idx: int, held: Any, wanted: Any) -> None:
+    raise ValueError(
+        f"cache_bits must be those of the cache, which goes on in the bits in which it began, got {wanted} for layer "
+        f"{layer_idx} with {held}; leave cache_bits out, or make a new cache"
+    )
 
 
 def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -654,34 +755,27 @@ def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[
 
     transformers' own holds views of all keys and values that it has just read, until it reads the next token.
     """
-    layer = cache.layers[layer_idx]
-    if layer.is_initialized and layer.keys.numel() > 0:
-        _check_rows(layer.keys, keys)
+    held = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if held is not None and held.is_initialized and held.keys.ndim == 4:
+        _check_rows(held, keys)
     seen = cache.update(keys, values, layer_idx)
+    layer = cache.layers[layer_idx]
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.keys = owned(layer.keys)
         layer.values = owned(layer.values)
     return seen
 
 
-def _check_rows(held: Tensor, new: Tensor) -> None:
-    """Raise ValueError if keys [B, H, T, D] of a cache are of other heads than new ones, or packed in other bits."""
-    if held.shape[1] != new.shape[1]:
+def _check_rows(layer: Any, new: Tensor) -> None:
+    """Raise ValueError if a layer that is not empty holds keys of other heads or channels than new ones [B, H, T, D]."""
+    held = layer.keys
+    bits = getattr(layer, "rows", PLAIN).key_bits
+    channels = new.shape[3] if bits is None else packed_bytes(new.shape[3], bits)
+    if (held.shape[1], held.shape[3]) != (new.shape[1], channels):
         raise ValueError(
-            f"cache must be one that this model has filled, with keys of {new.shape[1]} heads in each layer of "
-            f"attention, got one of another model, with {held.shape[1]}"
+            f"cache must be one that this model has filled, with keys of {new.shape[1]} heads of {channels} in each "
+            f"layer of attention, got one of another model, with {held.shape[1]} of {held.shape[3]}"
         )
-    are_packed = [x.dtype == torch.uint8 for x in (held, new)]
-    if held.shape[-1] == new.shape[-1] and are_packed[0] == are_packed[1]:
-        return
-    given, asked = (
-        f"{x.shape[-1]} {'bytes' if is_packed else 'channels'}"
-        for x, is_packed in zip((held, new), are_packed)
-    )
-    raise ValueError(
-        f"cache must hold keys of {asked}, as cache_bits of the config says, got keys of {given}; "
-        "make a new cache"
-    )
 
 
 def _writable(x: Tensor) -> Tensor:

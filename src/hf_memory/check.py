@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.kv_eviction import KVEviction
+from hf_memory.mixers.pasts import Kept, New
 from hf_memory.ops import OPS, Op
 from hf_memory.ops.attention_in_bits import attention_in_bits
 from hf_memory.ops.bits import BITS, pack
 from hf_memory.ops.dispatch import NO_KERNEL, Backend, no_kernels_on
+from hf_memory.ops.rows import Rows
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.sample import Sample
 from hf_memory.ops.short_convolution import convolution_step
@@ -136,9 +137,11 @@ def rwkv7_inputs(*, B: int, T: int, HV: int, K: int, **sizes: int) -> dict:
 
 def kept_tokens(q: Tensor, k: Tensor, v: Tensor, *, kept: int, backend: Backend) -> Any:
     """Attention to a window and `kept` other tokens."""
-    memory = KVEviction(32 if kept < 100 else 64, 4, kept, 16, needs_mass=True, backend=backend)
-    context = Context(None, None, None, {})
-    return memory.read_many(q, k, v, Scores(q.shape[-1] ** -0.5), context)[0]
+    past = Kept(32 if kept < 100 else 64, 4, kept, 16)
+    context = Context(None, None, None, {}, backend=backend)
+    new = New.of(k, v, past.kind, context)
+    tokens, _ = context.tokens_and_count(q)
+    return past.attend_with_mass(q, new, tokens, context, Scores(q.shape[-1] ** -0.5))[0]
 
 
 def kept_inputs(*, B: int, T: int, K: int, kept: int, **sizes: int) -> dict:
@@ -159,7 +162,7 @@ def packed_inputs(*, B: int, T: int, H: int, HV: int, K: int, bits: int, **sizes
     normal = Sample().normal
     keys, values = (pack(normal(B, H, T, K).float(), bits) for _ in range(2))
     q = normal(B, H, HV // H, K).float()
-    return {"q": q, "keys": keys, "values": values, "bits": bits, "scale": K**-0.5}
+    return {"q": q, "keys": keys, "values": values, "rows": Rows(bits, bits), "scale": K**-0.5}
 
 
 def decoding_calls() -> Iterator[Call]:

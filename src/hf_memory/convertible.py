@@ -16,16 +16,12 @@ class ObservedAttention(NamedTuple):
         hidden_states: [B, T, hidden_size], what the layer read of a text.
         positions: of these T tokens, by the teacher.
         num_first_tokens: number of first tokens of a text for which attention sinks stand.
-        beginning: [1, 1, hidden_size], what the layer read of a text of one token, which usually begins a text.
-        before_text: of the position before a text, by the student.
         distances: of distances in tokens at which the student's memory is read.
     """
 
     hidden_states: Tensor
     positions: Rotation
     num_first_tokens: int
-    beginning: Tensor
-    before_text: Rotation
     distances: Rotation
 
 
@@ -72,7 +68,7 @@ class Convertible:
         yield
 
     def start_from(self, observed: ObservedAttention) -> None:
-        """Set initial values of slots, sinks and a virtual token, such that the output is near full attention."""
+        """Set initial values of slots and sinks, such that the output is near full attention."""
 
     def start_open(self, half_life: int) -> None:
         """Set initial values with which inputs pass: convolutions are identities, gates half open, and decay is slow.

@@ -178,7 +178,7 @@ class Recipe:
         train: what distillation trains. `"all"` weights; with `"attention"` all but embeddings and feed-forward layers,
             which stay the teacher's; the parts that are `"new"`, so that what equals the teacher stays so; or with
             `"lora:8"` these parts, and the other linear layers with LoRA of rank 8. Default: all weights of a student
-            with a memory that its teacher does not have, `"attention"` of others, also with sinks or a virtual token.
+            with a memory that its teacher does not have, `"attention"` of others, also with sinks.
         lora_rank: rank of LoRA in fine-tuning; default: all weights are trained.
         temperature: divides the logits of teacher and student in distillation; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the distillation loss, from 0 to 1; default: 0, or

@@ -62,10 +62,10 @@ def ranked_heads(
     if plan.keep.ranking == "retrieval":
         return rank_heads_by_retrieval(teacher, tokens)
     # In the ranking, a longer window stands for kept tokens: which tokens a head would keep is not known in a teacher
-    # with plain attention, but the head then sees as many. Likewise first tokens stand for sinks and a virtual token.
+    # with plain attention, but the head then sees as many. Likewise first tokens stand for sinks.
     config: Any = plan.student
     mean_kept = sum(config.kept_tokens) // config.num_hidden_layers
     window = (config.sliding_window or WINDOW) + mean_kept
-    in_their_place = SINKS if config.attention_sinks or config.virtual_token else 0
+    in_their_place = SINKS if config.attention_sinks else 0
     first = config.num_sink_tokens or in_their_place
     return rank_heads_by_predictions(teacher, tokens, window=window, first=first, report=report)

@@ -14,11 +14,11 @@ from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
 
-from hf_memory.cache import State, States, hold_a_memory, hold_in_bits
+from hf_memory.cache import Spec, State, States, hold_a_memory, keep_keys_and_values
 from hf_memory.cache_argument import CACHE, NAMES, named_cache
+from hf_memory.cache_bits import RECURRENT, CacheBits, check_kinds, read_bits
 from hf_memory.layers import causal_convolution, unit_length, upcast
-from hf_memory.mixers.base import RECURRENT, Context, MemoryMixer
-from hf_memory.modeling.checks import bits_by_kind, check_bits
+from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.modeling.packing import (
     PACKING,
     flash_arguments,
@@ -49,17 +49,25 @@ class NativeMixer(MemoryMixer):
     has_parts = False
     sees_positions = False
     conv1d: Any  # over queries, keys and values at once
-    cache_bits: Any  # see `use_memory_ops`
+    bits_by_default: CacheBits  # of caches, see `use_memory_ops`
 
-    def declare(self) -> None:
-        """Declare the states: the last inputs of the convolution, and a matrix for each head."""
+    @property
+    def default_bits(self) -> CacheBits:
+        """See `Projections.default_bits`."""
+        return self.bits_by_default
+
+    @property
+    def backend(self) -> str:
+        """See `Projections.backend`."""
+        return "auto"
+
+    def spec_in(self, bits: CacheBits) -> Spec:
+        """The states: the last inputs of the convolution, and a matrix for each head."""
         _, value_heads, K, V = self.sizes
         channels, _, kernel_size = self.conv1d.weight.shape
         memory = State((value_heads, K, V), is_recurrent=True)
-        self.spec = {
-            "conv": State((kernel_size - 1, channels), None),
-            "memory": memory.rounded(bits_by_kind(self.cache_bits, RECURRENT)),
-        }
+        conv = State((kernel_size - 1, channels), None)
+        return {"conv": conv, "memory": memory.stored(bits)}
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """How to copy or pickle an instance, whose class has no name in a module."""
@@ -289,7 +297,8 @@ def use_memory_ops(model: Model, cache_bits: int | dict[str, int] | None = None)
         ValueError: if the model is none of these, or has an option that the ops do not have, or cannot have these bits.
             It is then unchanged.
     """
-    check_bits(cache_bits, lambda: ["attention", RECURRENT])
+    bits = read_bits(cache_bits)
+    check_kinds(cache_bits, ["attention", RECURRENT])
     modules = list(model.modules())
     mixers: list[Any] = [x for x in modules if is_of_transformers(x) and type(x).__name__ in MIXERS]
     changed = [x for x in modules if isinstance(x, NativeMixer)]
@@ -305,7 +314,7 @@ def use_memory_ops(model: Model, cache_bits: int | dict[str, int] | None = None)
     for mixer in mixers:
         theirs: Any = type(mixer)
         mixer.__class__ = combined(MIXERS[theirs.__name__], theirs)
-    set_bits(modules, cache_bits)
+    let_have(modules, bits)
     for module in modules:
         if isinstance(module, PreTrainedModel):
             module._is_stateful = False  # transformers refuses to undo tokens of models that are
@@ -320,15 +329,15 @@ def is_of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.models.")
 
 
-def set_bits(modules: list[Any], cache_bits: Any) -> None:
-    """Let mixers and attention layers among some modules have these bits."""
-    for mixer in (x for x in modules if isinstance(x, NativeMixer)):
-        mixer.cache_bits = cache_bits
-        mixer.declare()
-    for module in filter(is_attention, modules):
-        if not hasattr(module, "cache_bits"):
-            module.register_forward_pre_hook(keep_in_bits, with_kwargs=True)
-        module.cache_bits = cache_bits
+def let_have(modules: list[Any], bits: CacheBits) -> None:
+    """Let caches have these bits by default that mixers and attention layers among some modules fill."""
+    for module in modules:
+        if isinstance(module, NativeMixer):
+            module.bits_by_default = bits
+        elif is_attention(module):
+            if not hasattr(module, "bits_by_default"):
+                module.register_forward_pre_hook(keep_in_bits, with_kwargs=True)
+            module.bits_by_default = bits
 
 
 def is_attention(module: Any) -> bool:
@@ -339,11 +348,8 @@ def is_attention(module: Any) -> bool:
 
 def keep_in_bits(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """A hook before an attention layer: its layer of the cache, if there is one, gets the bits of the module."""
-    bits = bits_by_kind(module.cache_bits, "attention")
-    if bits is None:
-        return
     for cache in (kwargs[name] for name in NAMES if kwargs.get(name) is not None):
-        hold_in_bits(cache, module.layer_idx, bits)
+        keep_keys_and_values(cache, module.layer_idx, module.bits_by_default)
 
 
 @remembered

@@ -1,19 +1,23 @@
 """Softmax attention, full or sliding, through transformers' attention interface."""
 
-from functools import partial
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_memory.cache import Spec, State, check_keys_and_values, update
+from hf_memory.cache import (
+    Spec,
+    check_keys_and_values,
+    keep_keys_and_values,
+    rows_of,
+    update,
+)
 from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Projections
+from hf_memory.mixers.pasts import of_rows
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.bits import seen_in_bits
 from hf_memory.ops.soft_cap import soft_capped
 
 
@@ -35,15 +39,8 @@ class AttentionMixer(Convertible, Projections):
             config.sliding_window if config.layer_types[layer_idx].startswith("sliding") else None
         )
         at_most = None if window is None else window - 1
-        return {
-            name: State((heads, D), None, "token", at_most).in_bits(config.bits_of("attention"))
-            for name, D in (("keys", K), ("values", V))
-        }
-
-    @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
-        """See `Projections.kinds_in_bits`."""
-        return ("attention",)
+        keys, values = of_rows("attention", (heads,), K, V, growth="token", at_most=at_most)
+        return {"keys": keys, "values": values}
 
     def check_cache(self, cache: Cache, layer_idx: int) -> None:
         """See `Projections.check_cache`."""
@@ -67,17 +64,18 @@ class AttentionMixer(Convertible, Projections):
         """
         rows = self.project_heads(hidden_states, Positions(*position_embeddings))
         q, k, v = (x.transpose(1, 2) for x in rows)  # [B, H, T, D]
-        bits = self.config.bits_of("attention")
-        if bits is None:
-            k, v = self._hold(cache, k, v)
-        else:
-            k, v = seen_in_bits(k, v, bits, partial(self._hold, cache))
+        k, v = self.seen(k, v, cache)
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
 
-    def _hold(self, cache: Cache | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [B, H, T, ...] of new keys and values, after those of a cache if there is one, which holds all."""
-        return (k, v) if cache is None else update(cache, self.layer_idx, k, v)
+    def seen(self, k: Tensor, v: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """New keys and values [B, H, T, D] after those of a cache, if there is one, as queries see them."""
+        bits = self.default_bits
+        if cache is None:
+            rows = rows_of(bits, "attention")
+            return rows.seen(k, v, *rows.stored(k, v))
+        keep_keys_and_values(cache, self.layer_idx, bits)
+        return update(cache, self.layer_idx, k, v)
 
     def attend(
         self,

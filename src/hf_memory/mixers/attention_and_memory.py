@@ -13,8 +13,8 @@ from transformers import initialization as init
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Columns
-from hf_memory.mixers.base import RECURRENT, Context, MemoryMixer, Projections
-from hf_memory.mixers.pasts import Window, in_bits, window_attention
+from hf_memory.mixers.base import Context, MemoryMixer, Projections
+from hf_memory.mixers.pasts import New, Window, window_attention
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import all_tokens, everything
 
@@ -75,20 +75,18 @@ class AttentionAndMemoryMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of the memory, and the keys and values within the window."""
         _, heads, _, D, _ = config.attention_heads
-        attention = _window(config).spec(heads, D) | {"tokens_read": State((), torch.long)}
+        attention = _window(config).spec(heads, D, D) | {"tokens_read": State((), torch.long)}
         return {"attention": attention, "memory": config.rule.mixer.state_spec(config, layer_idx)}
-
-    @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
-        """See `Projections.kinds_in_bits`."""
-        return "window", RECURRENT
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of attention over the window, as heads [B, T, H, D], and its states."""
+        q, k, v = self.project_heads(hidden_states, context.positions)
+        window = _window(self.config)
         return window_attention(
-            *self.project_heads(hidden_states, context.positions),
+            q,
+            New.of(k, v, window.kind, context),
             context.part("attention"),
-            _window(self.config),
+            window,
             self.scores,
             always=self.always(hidden_states),
         )
@@ -160,8 +158,8 @@ class MemoryAsLayerMixer(AttentionAndMemoryMixer):
         return self.o_proj(heads.flatten(-2)), {"attention": window, "memory": memory}
 
 
-def _window(config) -> Any:
-    return in_bits(Window.of_last(config.sliding_window), config, "window")
+def _window(config) -> Window:
+    return Window.of_last(config.sliding_window)
 
 
 def _adds_memory(config) -> bool:

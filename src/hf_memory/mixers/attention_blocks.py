@@ -147,20 +147,16 @@ class Scores(NamedTuple):
 
         Args:
             q: queries by key-value head [B, 1, H, groups, D].
-            keys: [B, S, H, D].
-            values: [B, S, H, V].
-            visible: [B, 1, 1, S] bool, or numbers that are added to scores; None: all are visible.
+            keys: [B, H, S, D].
+            values: [B, H, S, V].
+            visible: [B or 1, H or 1, 1, S] bool; None: all are visible.
 
         Returns:
             Outputs [B, 1, H, groups, V].
         """
         # the queries of a group are like several tokens, for kernels without groups
         o = F.scaled_dot_product_attention(
-            q[:, 0],
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=visible,
-            scale=self.scaling,
+            q[:, 0], keys, values, attn_mask=visible, scale=self.scaling
         )
         return o[:, None]
 

@@ -25,6 +25,7 @@ from hf_memory.cache import (
     nested,
 )
 from hf_memory.cache_argument import takes_cache
+from hf_memory.cache_bits import ALL_BITS, RECURRENT, CacheBits
 from hf_memory.convertible import Convertible
 from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
 from hf_memory.mixers.attention_blocks import Scores
@@ -32,10 +33,6 @@ from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.layout import blank, repeat_heads
 from hf_memory.ops.masks import Tokens, count, packed
-
-RECURRENT = (
-    "recurrent_states"  # the kind of states in `cache_bits` that each token changes as a whole
-)
 
 
 class Context(NamedTuple):
@@ -45,18 +42,24 @@ class Context(NamedTuple):
     attention_mask: Tensor | None  # [B, T] bool
     cu_seqlens: Tensor | None  # [N + 1]
     states: States  # before the tokens; ops may overwrite them; empty: nothing was read
-    order: Tensor | None = (
-        None  # [B, T], the places of the tokens before padding was moved to the end
-    )
-    uniform_length: int | None = (
-        None  # number of tokens that each row has read before, if known on the host
-    )
-    attended: Tensor | None = (
-        None  # [B, T, heads, V], of heads that keep everything if an engine runs these
-    )
-    rows: list["Context"] | None = (
-        None  # of each row alone, if their states are apart; only for one token of each row
-    )
+    # [B, T], the places of the tokens before padding was moved to the end
+    order: Tensor | None = None
+    # number of tokens that each row has read before, if known on the host; a list of numbers if `states` are lists, too
+    uniform_length: Any = None
+    # where the new tokens go in states that have room for them; None: they are appended
+    room: Tensor | None = None
+    bits: CacheBits = ALL_BITS  # in which the states are stored
+    backend: Any = "auto"  # of ops
+
+    def is_step(self, x: Tensor) -> bool:
+        """Whether each row of x [B, T, ...] is one token that follows others, without padding or gradients."""
+        return (
+            x.shape[1] == 1
+            and bool(self.states)
+            and self.attention_mask is None
+            and self.cu_seqlens is None
+            and not torch.is_grad_enabled()
+        )
 
     def of(self, tokens: slice, states: States) -> "Context":
         """The context of some of the tokens, which are read after `states`; not for packed sequences."""
@@ -67,6 +70,15 @@ class Context(NamedTuple):
             attention_mask=None if mask is None else mask[:, tokens],
             states=states,
         )
+
+    def each_row(self) -> list["Context"]:
+        """The contexts of rows whose states are apart: each state is a list with a tensor [1, ...] for each row."""
+        return [
+            self._replace(
+                states={name: x[i] for name, x in self.states.items()}, uniform_length=length
+            )
+            for i, length in enumerate(self.uniform_length)
+        ]
 
     def apart(self) -> list[tuple[slice, "Context"]]:
         """For each packed sequence that is not empty, the slice of its tokens, and their context without packing."""
@@ -119,12 +131,17 @@ class Context(NamedTuple):
     def grown(self, new: States) -> tuple[States, States]:
         """The entries of states that grow with the text: those of the tokens before, then the new ones [B, T, ...].
 
-        They come twice: in the order of the new tokens, and for the cache, where padding stays where it was.
+        They come twice: in the order of the new tokens, and for the cache, where padding stays where it was. Where
+        states have room, there are empty entries between old and new ones, which their positions hide.
         """
         past = self._after(new)
-        if self.order is None:
-            return past, past
-        return past, self._after({name: self.in_their_places(x) for name, x in new.items()})
+        if self.order is not None:
+            new = {name: self.in_their_places(x) for name, x in new.items()}
+        if self.room is not None and self.states:
+            T = next(iter(new.values())).shape[1]
+            places = self.room + torch.arange(T, device=self.room.device)
+            return past, {name: written(self.states[name], 1, places, x) for name, x in new.items()}
+        return past, past if self.order is None else self._after(new)
 
     def _after(self, new: States) -> States:
         if not self.states:
@@ -172,8 +189,8 @@ class Projections(nn.Module, ABC):
         self.layer_idx = layer_idx
         self.rotates = config.rotating_channels(layer_idx) > 0
         query_heads, key_heads, value_heads, self.head_dim, self.value_dim = self.heads
-        self._declare_states()
-        self.has_parts = any("." in name for name in self.spec)
+        self._specs: dict[CacheBits, Spec] = {}
+        self.has_parts = any("." in name for name in self.spec_in(ALL_BITS))
         self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5
         self.softcap = config.attn_logit_softcapping
         self.num_key_value_groups = query_heads // key_heads
@@ -194,12 +211,26 @@ class Projections(nn.Module, ABC):
                 RMSNorm(n * self.head_dim, eps=config.rms_norm_eps) for n in heads
             )
 
-    def declare(self) -> None:
-        """Declare the states anew, after `cache_bits` of the config has changed."""
-        self._declare_states()
+    @property
+    def spec(self) -> Spec:
+        """The states in the bits of the config."""
+        return self.spec_in(self.default_bits)
 
-    def _declare_states(self) -> None:
-        self.spec = self.declared(self.config, self.layer_idx)
+    @property
+    def backend(self) -> Any:
+        """The backend of the ops."""
+        return self.config.mixer_backend
+
+    @property
+    def default_bits(self) -> CacheBits:
+        """The bits of caches that are not given others."""
+        return self.config.default_bits
+
+    def spec_in(self, bits: CacheBits) -> Spec:
+        """The states as a cache of some bits stores them, by joined names."""
+        if bits not in self._specs:
+            self._specs[bits] = self.declared(self.config, self.layer_idx, bits)
+        return self._specs[bits]
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
@@ -221,16 +252,17 @@ class Projections(nn.Module, ABC):
         """Raise ValueError if the layer of a cache is not empty and has not the states of this mixer."""
 
     @classmethod
-    def declared(cls, config, layer_idx: int) -> Spec:
-        """`state_spec` as a cache holds the states: by joined names, and matrices in the bits that the config says."""
-        bits = config.bits_of(RECURRENT)
+    def declared(cls, config, layer_idx: int, bits: CacheBits) -> Spec:
+        """`state_spec` as a cache of some bits stores the states, by joined names."""
         states = flat(cls.state_spec(config, layer_idx))
-        return {name: state.rounded(bits) for name, state in states.items()}
+        return {name: state.stored(bits) for name, state in states.items()}
 
     @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
-        """The kinds of states of a layer that `cache_bits` of the config can name."""
-        return ()
+    def kinds_in_bits(cls, config, layer_idx: int) -> list[str]:
+        """The kinds of states of a layer that can be stored in few bits, such as "window.keys"."""
+        states = flat(cls.state_spec(config, layer_idx)).values()
+        kinds = (RECURRENT if state.is_recurrent else state.kind for state in states)
+        return list(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., H * D] -> [..., H, D]; with tensor parallelism H is smaller than in the config."""
@@ -315,11 +347,6 @@ class MemoryMixer(Convertible, Projections):
             "memory": State((config.num_output_heads, K, V), is_recurrent=True)
         }
 
-    @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
-        """See `Projections.kinds_in_bits`."""
-        return (RECURRENT,)
-
     def scale_output(self, factor: Tensor) -> None:
         """Scale the norm before or after the gate of the output, if there is one."""
         for name, weight in self.named_parameters():
@@ -377,7 +404,8 @@ class MemoryMixer(Convertible, Projections):
 
     def check_cache(self, cache: Cache, layer_idx: int) -> None:
         """See `Projections.check_cache`."""
-        held_memory(cache, layer_idx).check(self.spec, type(self).__name__)
+        layer = held_memory(cache, layer_idx)
+        layer.check(self.spec_in(layer.bits or self.default_bits), type(self).__name__)
 
     def catch_up(self, layer: MemoryLayer) -> None:
         """Read again the inputs that stay, in a cache's layer that is behind since tokens were undone."""
@@ -389,12 +417,13 @@ class MemoryMixer(Convertible, Projections):
         self, layer: MemoryLayer, inputs: Inputs, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """The output [B, T, hidden_size] for inputs that follow those of a cache's layer, which gets the new states."""
-        before = layer.read(inputs, self.spec, type(self).__name__)
+        spec = self.spec_in(layer.bits or layer.own_bits(self.default_bits))
+        before = layer.read(inputs, spec, type(self).__name__)
         if layer.has_rounded_states:
-            before = in_numbers(before, self.spec, inputs["hidden_states"].dtype)
-        output, states = self.mix_inputs(inputs, before, cu_seqlens, layer.uniform_length)
+            before = in_numbers(before, spec, inputs["hidden_states"].dtype)
+        output, states = self.mix_inputs(inputs, before, cu_seqlens, layer)
         if layer.has_rounded_states:
-            states = as_stored(states, self.spec)
+            states = as_stored(states, spec)
         return layer.write(inputs, states, output)
 
     def inputs(
@@ -421,50 +450,53 @@ class MemoryMixer(Convertible, Projections):
         inputs: Inputs,
         states: States,
         cu_seqlens: Tensor | None = None,
-        uniform_length: int | None = None,
+        layer: MemoryLayer | None = None,
     ) -> tuple[Tensor, States]:
-        """The same as `mix` for the tokens in their places, from inputs by name, as a cache records them."""
+        """The same as `mix` for the tokens in their places, from inputs by name, as a cache records them.
+
+        The states are those of a cache's layer, if there is one.
+        """
         parts = nested(states) if self.has_parts else states
-        hidden_states, context = self.in_context(inputs, parts, cu_seqlens, uniform_length)
+        hidden_states, context = self.in_context(inputs, parts, cu_seqlens, layer)
         output, after = self.mix_after(hidden_states, context)
         output = output if context.order is None else context.in_their_places(output)
         after = flat(after) if self.has_parts else after
-        return output, as_declared(after, states, self.spec, hidden_states.dtype)
+        spec = self.spec_in(context.bits)
+        return output, as_declared(after, states, spec, hidden_states.dtype)
 
     def in_context(
         self,
         inputs: Inputs,
         states: States,
         cu_seqlens: Tensor | None = None,
-        uniform_length: int | None = None,
+        layer: MemoryLayer | None = None,
     ) -> tuple[Tensor, Context]:
         """The hidden states among the inputs, with padding last if the mixer wants that, and their context."""
         positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
-        context = Context(
-            positions,
-            inputs.get("attention_mask"),
-            cu_seqlens,
-            states,
-            uniform_length=uniform_length,
-        )
-        if self.padding_last and "attention_mask" in inputs:
+        mask = inputs.get("attention_mask")
+        if layer is None:
+            context = Context(
+                positions, mask, cu_seqlens, states, bits=self.default_bits, backend=self.backend
+            )
+        else:
+            context = Context(
+                positions,
+                mask,
+                cu_seqlens,
+                states,
+                uniform_length=layer.uniform_length,
+                room=layer.room,
+                bits=layer.bits or self.default_bits,
+                backend=self.backend,
+            )
+        if self.padding_last and mask is not None:
             return context.with_padding_last(inputs["hidden_states"])
         return inputs["hidden_states"], context
 
     def mix_after(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output [B, T, hidden_size] and the states, by `mix` or `mix_one`."""
-        is_one = self.reads_one(hidden_states, context)
+        is_one = context.is_step(hidden_states)
         return (self.mix_one if is_one else self.mix)(hidden_states, context)
-
-    def reads_one(self, hidden_states: Tensor, context: Context) -> bool:
-        """Whether each row [B, T, hidden_size] is one token that follows others: here one token or many is decided."""
-        return (
-            hidden_states.shape[1] == 1
-            and (context.rows is not None or bool(context.states))
-            and context.attention_mask is None
-            and context.cu_seqlens is None
-            and not torch.is_grad_enabled()
-        )
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -500,6 +532,14 @@ class MemoryMixer(Convertible, Projections):
         return x
 
 
+def written(x: Tensor, dim: int, places: Tensor, new: Tensor) -> Tensor:
+    """x with new entries at places [n] of a dimension: in place, unless a gradient may need what was there."""
+    new = new.to(x.dtype)
+    if torch.is_grad_enabled():
+        return x.index_copy(dim, places, new)
+    return x.index_copy_(dim, places, new)
+
+
 def convolution_spec(config, convolved: str = "qkv") -> Spec:
     """States of the short convolutions of these projections."""
     query_heads, key_heads, value_heads, K, V = config.memory_heads
@@ -512,10 +552,8 @@ def convolution_spec(config, convolved: str = "qkv") -> Spec:
     }
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-}  # for output gates
+# for output gates
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 class OutputGate(Convertible, nn.Module):

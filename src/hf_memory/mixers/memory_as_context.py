@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.cache import Spec, State, States, nested
+from hf_memory.cache import Spec, State, States, nested, rows_of
 from hf_memory.layers import RMSNorm, upcast
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.attention_blocks import Blocks, Columns
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
+from hf_memory.mixers.pasts import of_rows
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.bits import pack, rounded, unpack
 from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.layout import per_sequence
 from hf_memory.ops.masks import Tokens, causal
@@ -41,12 +41,12 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         """The memory's states, its weights at the start of the segment, and the segment's keys and values so far."""
         memory = NeuralMemoryMixer.state_spec(config, layer_idx)
         _, heads, _, D, _ = config.attention_heads
-        pairs = State((config.segment_length, 2, heads, D), None).in_bits(config.bits_of("window"))
+        keys, values = of_rows("window", (config.segment_length, 2, heads), D, D)
         return {
             "then": memory["weights"],
             "offset": State((), torch.long, largest=config.segment_length),
-            "keys": pairs,
-            "values": pairs,
+            "keys": keys,
+            "values": values,
             "memory": memory,
         }
 
@@ -69,7 +69,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         length = 1 if context.states else self.config.segment_length
         if varies(hidden_states.shape[1]):
             return self._loop(hidden_states, context, length)
-        states = context.states or self._empty(hidden_states)
+        states = context.states or self._empty(hidden_states, context)
         outputs = []
         for start in range(0, hidden_states.shape[1], length):
             tokens = slice(start, start + length)
@@ -82,31 +82,34 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
 
         def piece(states: States, rows: tuple) -> tuple[list[Tensor], States]:
             x, mask, positions = rows
-            output, states = self._piece(x, Context(positions, mask, None, states))
+            here = context._replace(positions=positions, attention_mask=mask, states=states)
+            output, states = self._piece(x, here)
             return [output], states
 
         mask = context.attention_mask
         if mask is None:
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-        states = context.states or self._all_empty(hidden_states)
+        states = context.states or self._all_empty(hidden_states, context)
         rows = hidden_states, mask, context.positions
         (output,), states = in_pieces(piece, length, states, rows)
         return output, states
 
-    def _empty(self, hidden_states: Tensor) -> States:
+    def _empty(self, hidden_states: Tensor, context: Context) -> States:
         B = hidden_states.shape[0]
         C = self.config.segment_length
         heads = self.k_proj.out_features // self.head_dim
-        stored = self.spec["keys"]
-        channels = stored.shape[-1]
-        pairs = hidden_states.new_zeros(B, C, 2, heads, channels, dtype=stored.dtype)
+        spec = self.spec_in(context.bits)
+        keys, values = (
+            hidden_states.new_zeros(B, C, 2, heads, stored.shape[-1], dtype=stored.dtype)
+            for stored in (spec["keys"], spec["values"])
+        )
         then = hidden_states.new_zeros(
             B, self.memory.num_output_heads, self.memory.initial_weights.size
         )
         offset = torch.zeros(B, dtype=torch.long, device=hidden_states.device)
-        return {"then": upcast(then), "offset": offset, "keys": pairs, "values": pairs}
+        return {"then": upcast(then), "offset": offset, "keys": keys, "values": values}
 
-    def _all_empty(self, hidden_states: Tensor) -> States:
+    def _all_empty(self, hidden_states: Tensor, context: Context) -> States:
         """Empty states, with those of a memory that has read nothing."""
 
         def zeros(state: State) -> Tensor:
@@ -117,7 +120,8 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
                 else x
             )
 
-        seen = {name: state.numbers or state for name, state in self.spec.items()}
+        spec = self.spec_in(context.bits)
+        seen = {name: state.numbers or state for name, state in spec.items()}
         return nested({name: zeros(state) for name, state in seen.items()})
 
     def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -151,29 +155,32 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         q, k, v = self.project_heads(x, context.positions)
         k_h, v_h = (self.by_head(proj(h)) for proj in (self.k_proj, self.v_proj))
         k_h = self.normalize_and_rotate(q, k_h, context.positions)[1]
-        numbers, stored = zip(
-            self._put(context.states["keys"], torch.stack([k_h, k], 2), places),
-            self._put(context.states["values"], torch.stack([v_h, v], 2), places),
+        keys, values, stored = self._put(
+            torch.stack([k_h, k], 2), torch.stack([v_h, v], 2), places, context
         )
         columns = Tokens(
-            torch.arange(stored[0].shape[1], device=x.device).expand(2, -1).mT.flatten()[None]
+            torch.arange(keys.shape[1], device=x.device).expand(2, -1).mT.flatten()[None]
         )
-        all_keys, all_values = (x.flatten(1, 2).to(q.dtype) for x in numbers)
+        all_keys, all_values = (x.flatten(1, 2).to(q.dtype) for x in (keys, values))
         segment = Columns(columns, all_keys, all_values, causal)
         always = self.always(x)
         first = [] if always is None else [always.map(lambda x: x.expand(q.shape[0], *x.shape[1:]))]
         blocks = Blocks.of(q, Tokens(places), *first, segment)
         return self.scores.attend(blocks), *stored
 
-    def _put(self, buffer: Tensor, pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """See the function; as tokens see the pairs, and as the states have them: both are the same without bits."""
-        bits = self.config.bits_of("window")
-        if bits is None:
-            written = _put(buffer, pairs, places)
-            return written, written
-        packed = pack(pairs, bits)
-        before = unpack(buffer, pairs.shape[-1], bits, pairs.dtype)
-        return _put(before, rounded(pairs, packed, bits), places), _put(buffer, packed, places)
+    def _put(
+        self, k: Tensor, v: Tensor, places: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Pairs [B, T, 2, H, D] at places [B, T] among those of the states, as tokens see them; and the new states."""
+        rows = rows_of(context.bits, "window")
+        held = context.states["keys"], context.states["values"]
+        new = rows.stored(k, v)
+        stored = [_put(x, y, places) for x, y in zip(held, new)]
+        if not rows.is_packed:
+            return stored[0], stored[1], stored
+        pairs = zip(rows.numbers(*held, k, v), rows.seen(k, v, *new))
+        keys, values = (_put(x, y, places) for x, y in pairs)
+        return keys, values, stored
 
 
 def _put(buffer: Tensor, pairs: Tensor, places: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Memory Mosaics, networks of associative memories: https://arxiv.org/abs/2405.06394."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -10,7 +8,7 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm, token_before, unit_length, upcast
 from hf_memory.mixers.attention_blocks import Scores, full_attention
 from hf_memory.mixers.base import Context, MemoryMixer
-from hf_memory.mixers.pasts import Everything, in_bits
+from hf_memory.mixers.pasts import Everything, New
 from hf_memory.ops import linear_attention
 from hf_memory.ops.masks import Mask
 
@@ -54,12 +52,7 @@ class MemoryMosaicMixer(MemoryMixer):
             "tokens_read": State((), torch.long),
             "last": last,
         }
-        return spec | _past(config).spec(heads, D, D)
-
-    @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
-        """See `Projections.kinds_in_bits`."""
-        return ("memory",)
+        return spec | Everything().spec(heads, D, D)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `key_average` and `query_average` [B, H, 1, D]; `tokens_read` [B]; `last` [B, 1, 2 H D],
@@ -87,16 +80,13 @@ class MemoryMosaicMixer(MemoryMixer):
         )
         key, value = (self.by_head(y) for y in before.chunk(2, -1))
         tokens, states["tokens_read"] = context.tokens_and_count(x)
-        past = _past(self.config).read_many(
-            key, self.value_average(value, self.by_head(v)), tokens, context
-        )
+        value = self.value_average(value, self.by_head(v))
+        everything = Everything()
+        new = New.of(key, value, everything.kind, context)
+        past = everything.read_many(new, tokens, context)
         o = full_attention(k, tokens, past.near._replace(sees=completed), Scores(1.0))
         o = o * (tokens.position > 0)[..., None, None]
         return self.o_proj(o.flatten(2)), states | past.states
-
-
-def _past(config) -> Any:
-    return in_bits(Everything(), config, "memory")
 
 
 class LeakyAverage(nn.Module):

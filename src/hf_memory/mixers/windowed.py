@@ -6,16 +6,16 @@ tokens that received attention, as in students by default (`KVEviction`); or a m
 can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from hf_memory.cache import Spec, State, States
+from hf_memory.cache import Spec, State, States, rows_of
+from hf_memory.cache_bits import ROWS
 from hf_memory.convertible import ObservedAttention
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import (
@@ -23,17 +23,15 @@ from hf_memory.mixers.attention_blocks import (
     Blocks,
     Columns,
     attended_rows,
-    full_attention,
     joined_softmax,
-    rows_of,
 )
-from hf_memory.mixers.base import RECURRENT, Context, MemoryMixer, Projections
+from hf_memory.mixers.base import Context, MemoryMixer, Projections
 from hf_memory.mixers.far_memory import Leaving
-from hf_memory.mixers.kv_eviction import KVEviction
-from hf_memory.mixers.pasts import Everything, Past, Ring, Seen, in_bits
+from hf_memory.mixers.pasts import Everything, Kept, New, Ring
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.bits import pack_both
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
+
+Projected = dict[str, Tensor]  # what a mixer knows of each token by itself, [B, T, ...] each
 
 
 class Sinks(nn.Module):
@@ -57,24 +55,18 @@ class Sinks(nn.Module):
         return self.values[None, None], self.logits
 
 
-class VirtualToken(nn.Module):
-    """A learned token before the first one, which every token sees. Each key-value head has its key f and value u.
+class Part(NamedTuple):
+    """Some of the key-value heads, and what they see."""
 
-        o = sum_i p_i v_i + p u,   with p and p_i the softmax of scaling q f and of the scores of the tokens
+    heads: list[slice]
+    past: Everything | Kept | Ring
+    is_near: bool  # whether they have a window, and what a layer has beside windows, such as sinks
 
-    f has a constant place in the rotation, so that a window needs one entry for it, whatever the length.
-    """
-
-    starts = {"keys": 0.0, "values": 0.0}  # as a token of score and value zero
-
-    def __init__(self, heads: int, key_dim: int, value_dim: int):
-        super().__init__()
-        self.keys = nn.Parameter(torch.empty(heads, key_dim))
-        self.values = nn.Parameter(torch.empty(heads, value_dim))
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """The keys and the values, [1, 1, H, D] each."""
-        return self.keys[None, None], self.values[None, None]
+    def of(self, x: Tensor) -> Tensor:
+        """Its heads of x [B, T, H, ...]: a view if possible, and without an index tensor in any case."""
+        if len(self.heads) == 1:
+            return x[:, :, self.heads[0]]
+        return torch.cat([x[:, :, here] for here in self.heads], 2)
 
 
 class WindowedMixer(MemoryMixer):
@@ -87,77 +79,65 @@ class WindowedMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        kept = config.full_attention_heads[layer_idx] if config.full_attention_heads else []
-        self.full_heads = sorted(kept)
-        self.near_heads = [h for h in range(config.num_key_value_heads) if h not in kept]
+        self.full_heads = _full_heads(config, layer_idx)
+        self.near_heads = _near_heads(config, layer_idx)
         order = self.near_heads + self.full_heads
-        self.place_of_head = [
-            order.index(h) for h in range(len(order))
-        ]  # place of each head among the outputs
-        has_memory = config.layer_types[layer_idx] == "sliding_memory" and self.near_heads
-        self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
+        # place of each head among the outputs
+        self.place_of_head = [order.index(h) for h in range(len(order))]
         near = len(self.near_heads)
+        has_memory = config.layer_types[layer_idx] == "sliding_memory" and near
+        self.far = config.far_memory(config, near) if has_memory else None
         groups = self.num_key_value_groups
-        self.sinks: Any = (
-            Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
-        )
-        sizes = config.num_key_value_heads, self.head_dim, self.value_dim
-        self.virtual_token: Any = VirtualToken(*sizes) if config.virtual_token else None
-        self.kv_eviction = (
-            _kv_eviction(config, layer_idx) if config.kept_tokens[layer_idx] else None
-        )
-        parts = (True, self.near_heads), (False, self.full_heads)
-        self.parts = [(is_near, _slices(heads)) for is_near, heads in parts if heads]
-        self._declare_pasts()
+        has_sinks = config.attention_sinks and near
+        self.sinks: Any = Sinks(near * groups, near, self.value_dim) if has_sinks else None
+        self.parts = self._parts(near_past(config, layer_idx))
 
-    def declare(self) -> None:
-        """See `Projections.declare`."""
-        super().declare()
-        self._declare_pasts()
-
-    def _declare_pasts(self) -> None:
-        self.near_past = _near_past(self.config, self.layer_idx, leaves=self.far is not None)
-        self.full_past = _full_past(self.config, self.layer_idx)
-        if self.kv_eviction is not None:
-            self.kv_eviction = self.kv_eviction._replace(bits=self.config.bits_of("window"))
-        # One token's keys and values of both parts are packed in one call, which takes half of the time, unless the
-        # memory needs their numbers.
-        bits = [self.config.bits_of(kind) for kind in ("window", "full_attention_heads")]
-        is_one = len(self.parts) > 1 and self.far is None and bits[0] == bits[1]
-        self.bits_of_parts = bits[0] if is_one else None
+    def _parts(self, near: Kept | Ring) -> list[Part]:
+        parts = []
+        if self.near_heads:
+            parts.append(Part(_slices(self.near_heads), near, True))
+        if self.full_heads:
+            past = full_past(self.config, self.layer_idx)
+            parts.append(Part(_slices(self.full_heads), past, False))
+        return parts
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """The states of `mix`; those of heads that keep everything grow with the text, unless they have a window."""
-        full = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
+        """The states of `attend`; those of heads that keep everything grow with the text, unless they have a window."""
+        full = len(_full_heads(config, layer_idx))
         heads = config.num_key_value_heads - full
         D = cls.kept_channels(config)
         spec: Spec = {"tokens_read": State((), torch.long)}
         if heads:
-            keeps = config.kept_tokens[layer_idx]
-            near = _kv_eviction(config, layer_idx) if keeps else _near_past(config, layer_idx)
-            spec |= near.spec(heads, D)
-            if config.layer_types[layer_idx] == "sliding_memory":
-                spec |= config.far_memory.state_spec(config, heads)
-                kept = config.num_sink_tokens + config.sliding_window
-                spec["slot_gates"] = State((kept, heads, config.far_memory.num_gates))
-                spec["slot_angles"] = State((kept, config.rotating_channels(layer_idx)), None)
-        if full and config.full_attention_window is not None:
-            spec |= _full_past(config, layer_idx).spec(full, D)
-        elif full:
-            spec |= _full_past(config, layer_idx).spec(full, D, D)
+            spec |= cls.near_spec(near_past(config, layer_idx), config, heads)
+        if heads and config.layer_types[layer_idx] == "sliding_memory":
+            spec |= config.far_memory.state_spec(config, heads)
+            size = config.num_sink_tokens + config.sliding_window
+            spec["slot_gates"] = State((size, heads, config.far_memory.num_gates))
+            spec["slot_angles"] = State((size, config.rotating_channels(layer_idx)), None)
+        if full:
+            spec |= full_past(config, layer_idx).spec(full, D, D)
         return spec
 
     @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
+    def near_spec(cls, past: Kept | Ring, config, heads: int) -> Spec:
+        """The states of the past of so many heads with a window."""
+        D = cls.kept_channels(config)
+        if isinstance(past, Kept):
+            return past.spec(heads, config.num_attention_heads // config.num_key_value_heads, D)
+        return past.spec(heads, D, D)
+
+    @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> list[str]:
         """See `Projections.kinds_in_bits`; also without full heads, which a conversion chooses later."""
-        has_slots = config.layer_types[layer_idx] == "sliding_memory"
-        return "window", "full_attention_heads", *([RECURRENT] if has_slots else [])
+        kinds = super().kinds_in_bits(config, layer_idx)
+        usual = [f"{kind}.{x}" for kind in ("window", "full_attention_heads") for x in ROWS]
+        return list(dict.fromkeys([*usual, *kinds]))
 
     @classmethod
     def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
         """See `Convertible.exact_up_to`: all tokens, as long as the window and the first tokens are all of them."""
-        if config.attention_sinks or config.virtual_token:
+        if config.attention_sinks:
             return None
         return length if length <= config.sliding_window + config.num_sink_tokens else None
 
@@ -168,107 +148,138 @@ class WindowedMixer(MemoryMixer):
 
     @property
     def new_part(self) -> nn.Module | None:
-        """Only the memory, sinks and virtual token; other weights have the same meaning as in the teacher."""
+        """Only the memory and sinks; other weights have the same meaning as in the teacher."""
         parts = self._parts_beside_window
         return nn.ModuleList(parts) if len(parts) > 1 else next(iter(parts), None)
 
     @property
     def _parts_beside_window(self) -> list[nn.Module]:
-        return [part for part in (self.far, self.sinks, self.virtual_token) if part is not None]
+        return [part for part in (self.far, self.sinks) if part is not None]
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """See `MemoryMixer.mix`. The states are:
 
         - `tokens_read` [B];
-        - of heads with a window `keys` and `values` [B, tokens, H, D] of a `Ring`; or with kept tokens those of
-          `Entries`: `keys` and `values` [B, H, n, D], `number` and `received` [B, H, n];
+        - of heads with a window `keys` and `values` [B, tokens, H, D] of a `Ring`; or with kept tokens the entries of
+          `Kept`;
         - those of the memory, with `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels] of the
           ring, for the writes of tokens that are still in the window;
         - of heads that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and `full_positions`
           [B, tokens], or another ring if they have a window.
         """
-        o, states = self.attend(hidden_states, *self.project_heads(hidden_states, None), context)
+        o, states = self.attend(self.projected(hidden_states, context.positions), context)
         return self.o_proj(o.flatten(2)), states
 
-    def mix_one(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """See `MemoryMixer.mix_one`."""
-        inputs = self.project_heads(hidden_states, None)
-        o, states = self.attend_one(hidden_states, *inputs, context)
-        return self.o_proj(o.flatten(2)), states
+    def projected(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """What each token [B, T, hidden_size] has by itself: queries by group [B, T, H, groups, D], keys and values."""
+        plain_q, k, v = self.project_heads(hidden_states, None)
+        q, k = self.rotate(plain_q, k, positions)
+        found = {"q": self._by_group(q, k), "k": k, "v": v}
+        if self.far is None:
+            return found
+        found |= {"plain_q": self._by_group(plain_q, k), "gates": self.far.gates(hidden_states)}
+        if positions is not None and self.rotates:
+            angles = positions.inverse().halves()
+            found["angles"] = angles.expand(k.shape[0], -1, -1)
+        return found
 
-    def attend_after(
-        self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context
-    ) -> tuple[Tensor, States]:
-        """The outputs [B, T, HQ * D] of heads that are projected already, and the states; see `mix_after`."""
-        is_one = self.reads_one(hidden_states, context)
-        attend = self.attend_one if is_one else self.attend
-        o, states = attend(hidden_states, q, k, v, context)
-        return o.flatten(2), states
+    def _by_group(self, q: Tensor, k: Tensor) -> Tensor:
+        return q.view(*q.shape[:2], k.shape[2], -1, q.shape[-1])
 
-    @property
-    def reads_rows_apart(self) -> bool:
-        """Whether one token of each row can be read with `Context.rows`: windows of full heads are read together."""
-        has_windows = bool(self.full_heads) and isinstance(self.full_past, Ring)
-        return self.kv_eviction is not None and not has_windows
-
-    def attend(
-        self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
-    ) -> tuple[Tensor, States]:
-        """The heads [B, T, HQ, D], and the states of `mix`."""
+    def attend(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
+        """The outputs [B, T, HQ, D], and the states of `mix`."""
+        q, k, v = (projected[name] for name in "qkv")
         self._check_heads(k)
-        tokens, tokens_read = context.tokens_and_count(hidden_states)
-        rotated, k = self.rotate(q, k, context.positions)
-        outputs: list[Tensor] = []
+        tokens = tokens_read = None
+        if not context.is_step(q):
+            tokens, tokens_read = context.tokens_and_count(q)
+        outputs = []
         states: States = {}
-        for is_near, heads in self.parts:
-            if not is_near and context.attended is not None:
-                outputs.append(context.attended)
-                continue
-            rows = self._of(heads, None if self.far is None else q, rotated, k, v)
-            if is_near:
-                o, new = self._attend_near(hidden_states, rows, context, heads, tokens)
-            else:
-                o, new = self._attend_full(rows, context, heads, tokens)
+        for part, new in zip(self.parts, self.new_rows(k, v, context)):
+            o, of_part = self.attend_part(part, projected, new, tokens, context)
             outputs.append(o)
-            states |= new
-        states["tokens_read"] = tokens_read
-        if len(outputs) == 1:
-            return outputs[0], states
-        parts = (x.unflatten(2, (-1, self.num_key_value_groups)) for x in outputs)
-        return self._in_order(parts), states
+            states |= of_part
+        if tokens is None:
+            _count_one(context)
+            states = context.states | states if states else context.states
+        else:
+            states["tokens_read"] = tokens_read
+        return self.in_order(outputs), states
 
-    def attend_one(
-        self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context
+    def new_rows(self, k: Tensor, v: Tensor, context: Context) -> list[New]:
+        """New keys and values [B, T, H, D] of each part: stored in one call if all parts store them alike."""
+        kinds = [part.past.kind for part in self.parts]
+        if len({rows_of(context.bits, kind) for kind in kinds}) > 1:
+            rows = zip(self.parts, kinds)
+            return [New.of(part.of(k), part.of(v), kind, context) for part, kind in rows]
+        whole = New.of(k, v, kinds[0], context)
+        return [whole] if len(kinds) == 1 else [whole.map(part.of) for part in self.parts]
+
+    def attend_part(
+        self, part: Part, projected: Projected, new: New, tokens: Tokens | None, context: Context
     ) -> tuple[Tensor, States]:
-        """The same for one token of each row that follows others; states that do not grow change in place.
+        """The outputs [B, T, n, groups, D] of the heads of a part, and its states, but for those changed in place.
 
-        The heads may be [B, 1, H, groups, D], in the same order.
+        `tokens` is None if each row is one token that follows others.
         """
-        self._check_heads(k)
-        rotated, k = self.rotate(q, k, context.positions)
-        by_group = rotated.view(k.shape[0], 1, k.shape[2], -1, k.shape[3])
-        if self.bits_of_parts is not None:
-            k, v = pack_both(k, v, self.bits_of_parts)
-        of_all_heads: tuple[Tensor, ...] = by_group, k, v
-        outputs: list[Tensor] = []
-        states: States = {}  # that are neither changed in place nor grown in the context's dict
-        for is_near, heads in self.parts:
-            if not is_near and context.attended is not None:
-                outputs.append(context.attended.unflatten(2, (-1, self.num_key_value_groups)))
-                continue
-            rows = of_all_heads
-            if len(self.parts) > 1:
-                rows = tuple([_heads(x, heads) for x in of_all_heads])
-            if not is_near:
-                outputs.append(self._attend_full_one(rows, context, heads))
-                continue
-            o, new = self._attend_near_one(hidden_states, q, rows, context, heads)
-            outputs.append(o)
-            states |= new
-        for alone in context.rows or [context]:
-            alone.states["tokens_read"].add_(1)
-        after = context.states | states if states else context.states
-        return outputs[0] if len(outputs) == 1 else self._in_order(outputs), after
+        q = projected["q"]
+        if len(self.parts) > 1:
+            q = part.of(q)
+        if part.is_near and self.far is not None:
+            return self._attend_beside_memory(part, q, projected, new, tokens, context)
+        if part.is_near and self.sinks is not None:
+            return self._attend_beside_sinks(part.past, q, new, tokens, context)
+        if tokens is None:
+            return part.past.attend_one(q, new, context, self.scores), {}
+        o, states = part.past.attend(q.flatten(2, 3), new, tokens, context, self.scores)
+        return o.unflatten(2, q.shape[2:4]), states
+
+    def _attend_beside_sinks(
+        self, past: Any, q: Tensor, new: New, tokens: Tokens | None, context: Context
+    ) -> tuple[Tensor, States]:
+        """See `attend_part`; in one softmax with sinks."""
+        states: States = {}
+        if tokens is None:
+            attended = past.attend_one_with_mass(q, new, context, self.scores)
+        else:
+            rows = q.flatten(2, 3), new, tokens, context, self.scores
+            attended, states = past.attend_with_mass(*rows)
+        return self._with_sinks(attended)[0].unflatten(2, q.shape[2:4]), states
+
+    def _attend_beside_memory(
+        self,
+        part: Part,
+        q: Tensor,
+        projected: Projected,
+        new: New,
+        tokens: Tokens | None,
+        context: Context,
+    ) -> tuple[Tensor, States]:
+        """See `attend_part`; in one softmax with a memory of the tokens that have left the window."""
+        past: Any = part.past
+        far: Any = self.far
+        waiting: States = {}
+        beside = {"slot_gates": projected["gates"]}
+        if "angles" in projected:
+            beside["slot_angles"] = projected["angles"]
+        if tokens is None:
+            leaving = self._leaving_one(past, new, beside, context)
+            seen = past.read_one(new, context)
+            attended = self._with_sinks(seen.attend_with_mass(q, self.scores))
+        else:
+            rows = q.flatten(2, 3)
+            read = past.read_many(new, tokens, context)
+            groups = read.blocks(rows, tokens)
+            attended = attended_rows(map(self.scores.attend_with_mass, groups), rows)
+            attended = self._with_sinks(attended)
+            leaving, waiting = self._leaving(past, read, tokens, beside, context)
+            waiting = read.states | waiting
+        o, logsumexp = attended
+        plain_q = part.of(projected["plain_q"]) if len(self.parts) > 1 else projected["plain_q"]
+        remembered, mass, memory = far(plain_q.flatten(2, 3), leaving, context)
+        share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
+        o = o + share * (remembered - o)
+        return o.unflatten(2, q.shape[2:4]), waiting | memory
 
     def _check_heads(self, k: Tensor) -> None:
         if self.full_heads and k.shape[2] < len(self.place_of_head):
@@ -277,41 +288,57 @@ class WindowedMixer(MemoryMixer):
                 f"full_attention_heads must be None with tensor parallelism, got {heads}"
             )
 
-    def _in_order(self, parts: Iterable[Tensor]) -> Tensor:
-        """The queries' outputs [B, T, HQ, D] from those of parts of the heads [B, T, n, groups, D]."""
-        outputs = [x for part in parts for x in part.unbind(2)]
-        return torch.cat([outputs[i] for i in self.place_of_head], 2)
+    def in_order(self, outputs: list[Tensor]) -> Tensor:
+        """The queries' outputs [B, T, HQ, D] from those of the parts [B, T, n, groups, D]."""
+        if len(outputs) == 1:
+            return outputs[0].flatten(2, 3)
+        heads = [x for part in outputs for x in part.unbind(2)]
+        return torch.cat([heads[i] for i in self.place_of_head], 2)
 
     @contextmanager
     def without_memory(self) -> Iterator[None]:
         """Read without slots and kept tokens, to see what they give."""
-        memory = self.far, self.kv_eviction
-        self.far = self.kv_eviction = None
+        far = self.far
+        self.far = None
         try:
-            yield
+            with self._seeing(ring(self.config)):
+                yield
         finally:
-            self.far, self.kv_eviction = memory
+            self.far = far
 
     @contextmanager
     def keeping(self, num_tokens: int) -> Iterator[None]:
         """See `Convertible.keeping`."""
-        usual = self.kv_eviction
-        self.kv_eviction = None if usual is None else usual._replace(kept=num_tokens)
+        past = self.parts[0].past
+        if isinstance(past, Kept):
+            past = past._replace(kept=num_tokens)
+        with self._seeing(past):
+            yield
+
+    @contextmanager
+    def _seeing(self, past: Any) -> Iterator[None]:
+        """Let heads with a window have another past."""
+        usual = self.parts
+        self.parts = self._parts(past)
         try:
             yield
         finally:
-            self.kv_eviction = usual
+            self.parts = usual
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether heads keep tokens beside their window."""
+        return any(isinstance(part.past, Kept) for part in self.parts)
 
     @property
     def starts_from_attention(self) -> bool:  # type: ignore[override]
-        """Whether there are slots, sinks or a virtual token."""
+        """Whether there are slots or sinks."""
         return len(self._parts_beside_window) > 0
 
     def start_from(self, observed: ObservedAttention) -> None:
         """See `Convertible.start_from`."""
         hidden_states = observed.hidden_states
         self.start_sinks(hidden_states, Positions(*observed.positions), observed.num_first_tokens)
-        self.start_virtual_token(observed.beginning, Positions(*observed.before_text))
         self.start_near(hidden_states, Positions(*observed.distances))
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
@@ -319,8 +346,7 @@ class WindowedMixer(MemoryMixer):
         if self.far is None:
             return
         q, k, _ = (
-            x.flatten(0, 1)
-            for x in self._of(self.parts[0][1], *self.project_heads(hidden_states, None))
+            x.flatten(0, 1) for x in self._of_near_heads(*self.project_heads(hidden_states, None))
         )
         back = Positions(
             *(upcast(x.mean(1, keepdim=True)) for x in (distances.cos, -distances.sin))
@@ -337,7 +363,7 @@ class WindowedMixer(MemoryMixer):
         """
         if self.sinks is None:
             return
-        q, k, v = self._of(self.parts[0][1], *self.project_heads(hidden_states, None))
+        q, k, v = self._of_near_heads(*self.project_heads(hidden_states, None))
         q, k = self.rotate(q, k, positions)
         W = self.config.sliding_window
         tokens = all_tokens(q.shape[1], q)
@@ -352,150 +378,11 @@ class WindowedMixer(MemoryMixer):
         values = torch.einsum("bhgts,bshd->hd", mass, upcast(v[:, :first]))
         self.sinks.values.copy_(values / mass.sum((0, 2, 3, 4))[:, None])
 
-    def start_virtual_token(self, hidden_states: Tensor, position: Positions) -> None:
-        """Initialise it to the token of hidden states [1, 1, hidden_size] at this position."""
-        if self.virtual_token is None:
-            return
-        q, k, v = self.project_heads(hidden_states, None)
-        self.virtual_token.keys.copy_(self.rotate(q, k, position)[1][0, 0])
-        self.virtual_token.values.copy_(v[0, 0])
-
-    def _of(self, heads: list[slice], *rows: Tensor | None) -> tuple[Any, ...]:
-        """The parts [B, T, n, D] of queries, keys or values that some key-value heads have."""
-        if len(self.parts) == 1:
-            return rows
+    def _of_near_heads(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Those of queries, keys or values [B, T, heads, D] that heads with a window have."""
         H = len(self.place_of_head)
-        return tuple(
-            None if x is None else _heads(x.unflatten(2, (H, -1)), heads).flatten(2, 3)
-            for x in rows
-        )
-
-    def _attend_near(
-        self, hidden_states, rows: tuple, context: Context, heads: list[slice], tokens: Tokens
-    ) -> tuple[Tensor, States]:
-        q, rotated, k, v = rows
-        if self.kv_eviction is not None:
-            return self._attend_kept(self._kept_tokens.read_many, rows, context, heads)
-        virtual = self._virtual(heads, k.shape[0])
-        always = None if virtual is None else (virtual.keys, virtual.values)
-        if self.sinks is not None:
-            values, _ = self.sinks()
-            always = torch.zeros_like(values), values
-        past = self.near_past.read_many(k, v, tokens, context, always)
-        groups = (past if virtual is None else past._replace(first=virtual)).blocks(rotated, tokens)
-        if self.far is None and self.sinks is None:
-            return rows_of(map(self.scores.attend, groups), rotated), past.states
-        attended = attended_rows(map(self.scores.attend_with_mass, groups), rotated)
-        o, logsumexp = self._with_sinks(attended)
-        if self.far is None:
-            return o, past.states
-        leaving, waiting = self._leaving(self.far.gates(hidden_states), past, tokens, context)
-        o, memory = self._with_far(o, logsumexp, q, leaving, context)
-        return o, past.states | waiting | memory
-
-    def _attend_near_one(
-        self, hidden_states, q: Tensor, rows: tuple, context: Context, heads: list[slice]
-    ) -> tuple[Tensor, States]:
-        """The outputs [B, 1, n, groups, D] of near heads, and states that are not changed in place."""
-        rotated, k, v = rows
-        groups = rotated.shape[2:4]
-        if self.kv_eviction is not None:
-            of_kept = None, rotated.flatten(2, 3), k, v
-            o, states = self._attend_kept(self._kept_tokens.read_one, of_kept, context, heads)
-            return o.unflatten(2, groups), states
-        near_past = self.near_past
-        always = None
-        if self.virtual_token is not None and not near_past.lead:
-            always = self._always(heads)
-        seen = near_past.read_one(k, v, context, always)
-        scores = self.scores
-        if self.far is None and self.sinks is None:
-            return seen.attend(rotated, scores), {}
-        if self.far is None and near_past.lead and scores.is_plain:
-            return self._with_sink_scores(seen).attend(rotated, scores), {}
-        if self.sinks is not None:
-            seen = seen.without(near_past.lead)
-        by_head = rotated.flatten(2, 3)
-        attended = self._with_sinks(seen.attend_with_mass(by_head, scores))
-        if self.far is None:
-            return attended[0].unflatten(2, groups), {}
-        key, value = seen.left
-        leaving = self._leaving_one(self.far.gates(hidden_states), key, value, context)
-        (of_near,) = self._of(heads, q)
-        o, memory = self._with_far(*attended, of_near, leaving, context)
-        return o.unflatten(2, groups), memory
-
-    def _with_sink_scores(self, seen: Seen) -> Seen:
-        """The logits of sinks as scores that are added to that of the first entry, which is theirs."""
-        S, H = seen.keys.shape[1:3]
-        _, logits = self.sinks()
-        added = F.pad(logits.to(seen.keys.dtype).view(1, H, -1, 1), (0, S - 1))
-        if seen.visible is not None:
-            added = added.masked_fill(~seen.visible, -torch.inf)
-        return seen._replace(visible=added)
-
-    @property
-    def _kept_tokens(self) -> KVEviction:
-        kept: Any = self.kv_eviction
-        return kept._replace(backend=self.config.mixer_backend)
-
-    def _attend_kept(
-        self, read: Callable, rows: tuple, context: Context, heads: list[slice]
-    ) -> tuple[Tensor, States]:
-        """Attention to kept tokens, which `read` reads, with a virtual token or sinks if there are any."""
-        _, rotated, k, v = rows
-        attended, states = read(rotated, k, v, self.scores, context)
-        virtual = self._virtual(heads, k.shape[0])
-        if virtual is not None:
-            tokens = all_tokens(rotated.shape[1], rotated)  # places do not matter: all see it
-            of_virtual = self.scores.attend_with_mass(Blocks.of(rotated, tokens, virtual))
-            attended = joined_softmax(attended, of_virtual)
-        return self._with_sinks(attended)[0], states
-
-    def _with_far(
-        self, o: Tensor, logsumexp: Tensor, q: Tensor, leaving: Leaving, context: Context
-    ) -> tuple[Tensor, States]:
-        """Outputs [B, T, HQ, D] of mass e^logsumexp with those of the memory, and its states."""
-        far: Any = self.far
-        remembered, mass, memory = far(q, leaving, context)
-        share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
-        return o + share * (remembered - o), memory
-
-    def _attend_full(
-        self, rows: tuple, context: Context, heads: list[slice], tokens: Tokens
-    ) -> tuple[Tensor, States]:
-        _, q, k, v = rows
-        virtual = self._virtual(heads, k.shape[0])
-        always = None if virtual is None else (virtual.keys, virtual.values)
-        past = self.full_past.read_many(k, v, tokens, context, always)
-        first = past.first if virtual is None else virtual
-        W = self.config.full_attention_window
-        o = full_attention(
-            q, tokens, past.near, self.scores, first=first, window=W, is_whole=context.is_whole
-        )
-        return o, past.states
-
-    def _attend_full_one(self, rows: tuple, context: Context, heads: list[slice]) -> Tensor:
-        q, k, v = rows
-        always = None if self.virtual_token is None else self._always(heads)
-        seen = self.full_past.read_one(k, v, context, always)
-        return seen.attend(q, self.scores)
-
-    def _always(self, heads: list[slice]) -> list[Tensor]:
-        """The key and the value of the virtual token of some heads [1, 1, H, D]."""
-        return [_heads(x, heads) for x in self.virtual_token()]
-
-    def _virtual(self, heads: list[slice], rows: int) -> Columns | None:
-        """The virtual token of some heads, as often as there are rows; None without one."""
-        if self.virtual_token is None:
-            return None
-        keys, values = (_heads(x, heads).expand(rows, -1, -1, -1) for x in self.virtual_token())
-        return Columns(
-            Tokens(torch.zeros(1, 1, dtype=torch.long, device=keys.device)),
-            keys,
-            values,
-            everything,
-        )
+        near = self.parts[0]
+        return tuple(near.of(x.unflatten(2, (H, -1))).flatten(2, 3) for x in rows)
 
     def _with_sinks(self, attended: Any) -> Attended:
         """Results [B, T, HQ, V] of a softmax over tokens, and its mass, with sinks if there are any."""
@@ -506,71 +393,73 @@ class WindowedMixer(MemoryMixer):
         return joined_softmax(attended, (values.to(o.dtype), logits.to(mass.dtype)))
 
     def _leaving(
-        self, gates: Tensor, past: Past, tokens: Tokens, context: Context
+        self, past: Ring, read: Any, tokens: Tokens, beside: States, context: Context
     ) -> tuple[Leaving, States]:
         """The tokens that leave the window when each token is read, and the states that determine their writes.
 
         Their slots are computed only then: stored for each token of the window, they would be as large as the memory.
         """
-        W = self.config.sliding_window
-        T = gates.shape[1]
-        new = {"slot_gates": gates}
-        if turns := context.positions is not None and self.rotates:
-            new["slot_angles"] = context.positions.inverse().halves().expand(gates.shape[0], -1, -1)
-        (gates, *angles), states = self.near_past.extend(new, context)
-        keys = past.keys[:, :T]
-        if turns:
+        T = beside["slot_gates"].shape[1]
+        (gates, *angles), states = past.extend(beside, context)
+        keys = read.keys[:, :T]
+        if angles:
             keys = Positions.of_halves(angles[0][:, :T]).turn(keys)
-        is_written = (
-            tokens.position >= W + self.config.num_sink_tokens
-        )  # the first tokens stay visible
-        return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), states
+        # the first tokens stay visible
+        is_written = tokens.position >= past.size + past.first
+        return Leaving(keys, read.values[:, :T], gates[:, :T], is_written), states
 
-    def _leaving_one(self, gates: Tensor, key: Tensor, value: Tensor, context: Context) -> Leaving:
-        """The token of each row that leaves the window for another, given its key and value [B, 1, H, D].
+    def _leaving_one(self, past: Ring, new: New, beside: States, context: Context) -> Leaving:
+        """The token of each row that leaves the window for another.
 
         What determines the write of the other takes its place in the states.
         """
-        new = {"slot_gates": gates}
-        turns = context.positions is not None and self.rotates
-        if turns:
-            new["slot_angles"] = context.positions.inverse().halves().expand(gates.shape[0], -1, -1)  # type: ignore[union-attr]
-        gates, *angles = self.near_past.replace(new, context)
-        if turns:
+        key, value = past.leaving(new, context)
+        gates, *angles = past.oldest([*beside], context)
+        past.replace(beside, context)
+        if angles:
             key = Positions.of_halves(angles[0]).turn(key)
         position = context.states["tokens_read"][:, None]
-        is_written = position >= self.config.sliding_window + self.config.num_sink_tokens
+        is_written = position >= past.size + past.first
         return Leaving(key, value, gates, is_written)
 
 
-def _kv_eviction(config, layer_idx: int) -> KVEviction:
-    needs_mass = config.attention_sinks or config.virtual_token
-    sizes = (
-        config.sliding_window,
-        config.num_sink_tokens,
-        config.kept_tokens[layer_idx],
-        config.kept_block_size,
-    )
-    return KVEviction(*sizes, needs_mass=needs_mass, bits=config.bits_of("window"))
+def _count_one(context: Context) -> None:
+    """Count one more token of each row, in place."""
+    counts = context.states["tokens_read"]
+    for x in counts if isinstance(counts, list) else [counts]:
+        x.add_(1)
 
 
-def _near_past(config, layer_idx: int, *, leaves: bool = True) -> Any:
-    ring = _ring(config, layer_idx, config.sliding_window, config.bits_of("window"))
-    return in_bits(ring._replace(leaves=leaves), config, "window")
+def _full_heads(config, layer_idx: int) -> list[int]:
+    return sorted(config.full_attention_heads[layer_idx]) if config.full_attention_heads else []
 
 
-def _full_past(config, layer_idx: int) -> Any:
-    bits = config.bits_of("full_attention_heads")
-    past: Any = Everything("full_")
-    if (longer := config.full_attention_window) is not None:
-        past = _ring(config, layer_idx, longer, bits)._replace(prefix="full_", leaves=False)
-    return in_bits(past, config, "full_attention_heads")
+def _near_heads(config, layer_idx: int) -> list[int]:
+    full = _full_heads(config, layer_idx)
+    return [h for h in range(config.num_key_value_heads) if h not in full]
 
 
-def _ring(config, layer_idx: int, tokens: int, bits: int | None) -> Ring:
-    learned = config.attention_sinks or config.virtual_token
-    has_lead = learned and config.layer_types[layer_idx] == "sliding_heads" and bits is None
-    return Ring(tokens, config.num_sink_tokens, lead=int(has_lead))
+def near_past(config, layer_idx: int) -> Kept | Ring:
+    """What the heads of a layer see that have a window."""
+    kept = config.kept_tokens[layer_idx]
+    if not kept:
+        return ring(config)
+    sizes = config.sliding_window, config.num_sink_tokens, kept, config.kept_block_size
+    return Kept(*sizes, config.eviction)
+
+
+def ring(config) -> Ring:
+    """A window and the first tokens."""
+    return Ring(config.sliding_window, config.num_sink_tokens)
+
+
+def full_past(config, layer_idx: int) -> Everything | Ring:
+    """What the heads of a layer see that keep everything, or a longer window."""
+    kind = "full_attention_heads"
+    longer = config.full_attention_window
+    if longer is None:
+        return Everything(kind, "full_")
+    return Ring(longer, config.num_sink_tokens, kind, "full_", is_long=True)
 
 
 def _slices(heads: list[int]) -> list[slice]:
@@ -580,8 +469,3 @@ def _slices(heads: list[int]) -> list[slice]:
         return [slice(heads[0], heads[-1] + 1, step)]
     runs = [[h for _, h in run] for _, run in groupby(enumerate(heads), lambda x: x[1] - x[0])]
     return [slice(run[0], run[-1] + 1) for run in runs]
-
-
-def _heads(x: Tensor, heads: list[slice]) -> Tensor:
-    """Some heads of x [B, T, H, ...]: a view if possible, and without an index tensor in any case."""
-    return x[:, :, heads[0]] if len(heads) == 1 else torch.cat([x[:, :, here] for here in heads], 2)

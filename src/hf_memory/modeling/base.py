@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import cycle
@@ -25,8 +26,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_memory.cache import LAYER_TYPES, check_has_layers, check_texts, padding_mask
+from hf_memory.cache import (
+    LAYER_TYPES,
+    check_has_layers,
+    check_texts,
+    padding_mask,
+    set_bits,
+)
 from hf_memory.cache_argument import CACHE, NAMES, cache_of, named_cache, takes_cache
+from hf_memory.cache_bits import CacheBits
 from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
@@ -216,7 +224,7 @@ class MemoryModel(MemoryPreTrainedModel):
     def __init__(self, config: MemoryConfig):
         config.validate_architecture()  # again, since from_pretrained sets options of a config that was checked
         config.validate()
-        config.check_states_in_bits()
+        config.checked_bits(config.cache_bits)
         super().__init__(config)
         check_room(config, *self._parts(config))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -232,7 +240,6 @@ class MemoryModel(MemoryPreTrainedModel):
             local = copy.copy(config)
             local.rope_parameters = config.local_rope_parameters
             self.local_rotary_emb = RotaryEmbedding(local)
-        self.declared_bits = config.cache_bits
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
         self.gradient_checkpointing = False
         self.post_init()
@@ -278,8 +285,6 @@ class MemoryModel(MemoryPreTrainedModel):
         Raises:
             ValueError: if an argument has a wrong shape, or contradicts another.
         """
-        if self.config.cache_bits != self.declared_bits:
-            self.declare_states()
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if cache is not None:
             self._check_cache(cache, inputs_embeds.shape[0])
@@ -346,13 +351,6 @@ class MemoryModel(MemoryPreTrainedModel):
         for i, layer in zip(range(steps), cycle(self.layers)):
             layer.mixer.check_cache(cache, i)
         check_texts(cache, rows)
-
-    def declare_states(self) -> None:
-        """Let mixers declare their states anew, after `cache_bits` of the config has changed."""
-        self.config.check_states_in_bits()
-        self.declared_bits = self.config.cache_bits
-        for layer in self.layers:
-            layer.mixer.declare()
 
     def angles(
         self, hidden_states: Tensor, position_ids: Tensor
@@ -436,6 +434,10 @@ class MemoryModel(MemoryPreTrainedModel):
         }
         kinds = self._running_types
         return {kind: MASKS[kind](**given, layer_idx=kinds.index(kind)) for kind in {*kinds}}
+
+
+# `cache_bits` of the call of `generate` in this thread
+BITS_OF_CALL: ContextVar[CacheBits | None] = ContextVar("cache_bits", default=None)
 
 
 class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
@@ -533,19 +535,27 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
     def generate(self, *args, **kwargs):
         """The same as in transformers; `cache_bits` are those of the cache of this call, in place of the config's.
 
+        A cache that is given goes on in the bits in which it began.
+
         Raises:
             ValueError: if there are two caches, or one of other bits, or the model cannot have the bits.
         """
-        if "cache_bits" not in kwargs:
-            return self._generate(*args, **kwargs)
-        config = self.config
-        before = config.cache_bits
-        config.cache_bits = kwargs.pop("cache_bits")
+        bits = None
+        if "cache_bits" in kwargs:
+            bits = self.config.checked_bits(kwargs.pop("cache_bits"))
+        before = BITS_OF_CALL.set(bits)
         try:
-            config.validate_architecture()
             return self._generate(*args, **kwargs)
         finally:
-            config.cache_bits = before
+            BITS_OF_CALL.reset(before)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, *args, **kwargs):
+        """Give the cache of a call of `generate` the bits of this call, too."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        bits = BITS_OF_CALL.get()
+        cache = model_kwargs.get(CACHE)
+        if isinstance(cache, Cache) and bits is not None:
+            set_bits(cache, bits)
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):

@@ -1,7 +1,7 @@
 """Checks of the values in configs, which come from files and from the command line."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, get_args
 
 from huggingface_hub.dataclasses import type_validator
@@ -10,10 +10,7 @@ from transformers import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_memory.files.names import nearest
-from hf_memory.mixers.base import RECURRENT
-from hf_memory.ops.bits import BITS
 
-BITS_OF_MATRICES = (16, 8)
 LARGEST = 2**31 - 1  # positions are int32 in kernels
 TINY = 1e-30
 HUGE = 1e30  # for factors, of which float32 is to hold products
@@ -210,22 +207,3 @@ def check_each(config, name: str, given: list, words: tuple[str, ...] = ()) -> N
     check(len(given) == config.num_hidden_layers, name, expected, given)
     for word in given if words else ():
         check_word(name, word, words)
-
-
-def bits_by_kind(given: int | dict[str, int] | None, kind: str) -> int | None:
-    """Bits of each number of a kind of states that `cache_bits` gives; None: all."""
-    if isinstance(given, dict):
-        return given.get(kind)
-    return None if kind == RECURRENT else given
-
-
-def check_bits(given: Any, kinds: Callable[[], list[str]]) -> None:
-    """Raise ValueError if numbers cannot have these `cache_bits`, or if it names others than these kinds of states."""
-    if not isinstance(given, dict):
-        check(given is None or given in BITS, "cache_bits", f"one of {BITS}, or None", given)
-        return
-    known = kinds()
-    for kind, bits in given.items():
-        check(kind in known, "cache_bits", f"a number, or a dict with some of {known}", given)
-        possible = BITS_OF_MATRICES if kind == RECURRENT else BITS
-        check(bits in possible, f"cache_bits of {kind!r}", f"one of {possible}", bits)

@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_memory.cache import branch
+from hf_memory.cache import branch, set_bits
+from hf_memory.cache_bits import ALL_BITS
 from hf_memory.modeling.packing import check_mask_length, packed_boundaries
 
 
@@ -20,8 +21,8 @@ def read_in_chunks(
 ) -> tuple[Tensor, Cache, Tensor | None]:
     """Read rows [B, T, hidden_size] chunk by chunk, each after the states of a cache that has read those before.
 
-    Gradients flow through the states, and are those of whole rows. Between the forward and the backward pass only
-    outputs and these states are held.
+    Gradients flow through the states, which have all their bits, and are those of whole rows. Between the forward and
+    the backward pass only outputs and these states are held.
 
     Args:
         model: a `MemoryModel`.
@@ -58,6 +59,8 @@ def read_in_chunks(
 
     T = inputs_embeds.shape[1]
     cache = DynamicCache(config=model.config)
+    if torch.is_grad_enabled():
+        set_bits(cache, ALL_BITS)
     outputs = []
     losses = []
     for start, x in zip(range(0, T, chunk_length), inputs_embeds.split(chunk_length, 1)):
@@ -77,10 +80,6 @@ def check_divisible(
     check_mask_length(rows, attention_mask, None)
     if torch.is_grad_enabled():
         check_passes_gradients(model, otherwise)
-        if bits := model.config.cache_bits:
-            raise ValueError(
-                f"{otherwise} with cache_bits={bits}: gradients do not flow through states in few bits"
-            )
     if model.training and any(layer.gradient_checkpointing for layer in model.layers):
         raise ValueError(
             f"{otherwise} with activation_checkpointing, which computes layers again without a cache"

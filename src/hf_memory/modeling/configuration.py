@@ -12,12 +12,11 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from hf_memory.cache import Spec, State
 from hf_memory.cache_argument import NAMES
+from hf_memory.cache_bits import CacheBits, check_kinds, read_bits
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.checks import (
-    bits_by_kind,
     check,
-    check_bits,
     check_each,
     check_numbers,
     check_rope,
@@ -92,11 +91,9 @@ class MemoryConfig(
             colwise=("q_proj", "k_proj", "v_proj", "far.b_proj", "far.decay.proj"),
             rowwise=("o_proj",),
             replicated_with_grad_allreduce=("q_norm", "k_norm"),
-            local_params=("far.k_slots", "far.q_slots", "far.decay", "sinks", "virtual_token"),
+            local_params=("far.k_slots", "far.q_slots", "far.decay", "sinks"),
         ),
-        **of_mixers(
-            colwise=("sinks.logits", "sinks.values", "virtual_token.keys", "virtual_token.values")
-        ),
+        **of_mixers(colwise=("sinks.logits", "sinks.values")),
         **of_mixers(
             colwise=tuple(f"far.{x}_slots.{name}" for x in "kq" for name in ("weight", "bias"))
         ),
@@ -261,28 +258,32 @@ class MemoryConfig(
         """The mixer class of a layer."""
         return self.mixers[self.layer_types[layer_idx]]
 
-    def bits_of(self, kind: str) -> int | None:
-        """Bits of each number of a kind of states in the cache; None: all."""
-        return bits_by_kind(self.cache_bits, kind)
+    @property
+    def default_bits(self) -> CacheBits:
+        """The bits of caches that are not given others."""
+        return read_bits(self.cache_bits)
 
-    def _check_bits(self) -> None:
-        """Refuse bits that numbers cannot have, and bits of what no layer has."""
-        check_bits(self.cache_bits, lambda: self.kinds_in_bits)
+    def checked_bits(self, cache_bits: Any) -> CacheBits:
+        """Bits for caches of this model.
 
-    def check_states_in_bits(self) -> None:
-        """Refuse a number of bits if some keys and values of tokens cannot have it; the config is valid otherwise."""
-        if not isinstance(self.cache_bits, int):
-            return
-        specs = enumerate(self.state_specs)
+        Raises:
+            ValueError: if numbers cannot have them, no layer has such states, or a number is for keys and values of
+                tokens of which some cannot have it.
+        """
+        bits = read_bits(cache_bits)
+        check_kinds(cache_bits, self.kinds_in_bits)
+        if not isinstance(cache_bits, int):
+            return bits
+        specs = enumerate(self.state_specs_in(bits))
         without = [i for i, spec in specs if any(_has_all_bits(*state) for state in spec.items())]
-        kinds = self.kinds_in_bits
-        wanted = f"None, or a dict with some of {kinds}," if kinds else "None"
-        reason = f"since keys and values of layers {without} have all bits of the model's dtype"
-        check(not without, "cache_bits", f"{wanted} {reason}", self.cache_bits)
+        wanted = "None or a dict of bits by kind, since keys or values"
+        all_have = f"{wanted} of layers {without} keep all bits of the model's dtype"
+        check(not without, "cache_bits", all_have, cache_bits)
+        return bits
 
     @property
     def kinds_in_bits(self) -> list[str]:
-        """The kinds of states of this model that `cache_bits` can name."""
+        """The kinds of states of this model that can be stored in few bits, such as "window.keys"."""
         layers = range(self.num_hidden_layers)
         found = [kind for i in layers for kind in self.mixer_class(i).kinds_in_bits(self, i)]
         return list(dict.fromkeys(found))
@@ -290,8 +291,12 @@ class MemoryConfig(
     @property
     def state_specs(self) -> list[Spec]:
         """The states that each layer keeps for a sequence, by name."""
+        return self.state_specs_in(self.default_bits)
+
+    def state_specs_in(self, bits: CacheBits) -> list[Spec]:
+        """The same in a cache of some bits."""
         layers = range(self.num_hidden_layers)
-        return [self.mixer_class(i).declared(self, i) for i in layers]
+        return [self.mixer_class(i).declared(self, i, bits) for i in layers]
 
     def validate_architecture(self):
         """Check that sizes and options fit together."""
@@ -329,5 +334,6 @@ class MemoryConfig(
             pad,
         )
         check_rope("rope_parameters", self.rope_parameters, self.head_dim)
-        self._check_bits()
+        read_bits(self.cache_bits)
+        check_kinds(self.cache_bits, self.kinds_in_bits)
         super().validate_architecture()

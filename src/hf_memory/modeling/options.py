@@ -3,6 +3,7 @@
 from transformers import PreTrainedConfig
 
 from hf_memory.feed_forward import FEED_FORWARDS
+from hf_memory.mixers.pasts import POLICIES
 from hf_memory.modeling.checks import check, check_each, check_rope, check_values, check_word
 
 NORMS = {  # names as in transformers: before and after the mixer, before and after the MLP
@@ -92,11 +93,11 @@ class AttentionWindow(PreTrainedConfig):
             `"sliding_heads"` and `"sliding_memory"` layers.
         attention_sinks (`bool`, defaults to `False`): whether each head of these layers that has a window has a learned
             sink, which takes part in its softmax like a further token that every token sees.
-        virtual_token (`bool`, defaults to `False`): whether there is a learned token before the first one, with a key
-            and a value for each key-value head, which every token sees; in models of `"sliding_heads"` layers alone.
         num_kept_tokens (`int` or `list[int]`, defaults to 0): number of older tokens whose keys and values each
-            key-value head of `"sliding_heads"` layers keeps beside its window: those that received most attention, of
-            what sinks and a virtual token leave. A list has the number of each layer.
+            key-value head of `"sliding_heads"` layers keeps beside its window. A list has the number of each layer.
+        eviction (`str`, defaults to `"received_attention"`): which tokens these are: the policy says which are worth
+            most. `"received_attention"`: those that received most attention, of what sinks leave. `register_eviction`
+            adds others.
         kept_block_size (`int`, defaults to 32): number of tokens after which it is decided which ones stay; until then
             all of these are seen.
         full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads of these layers that
@@ -113,8 +114,8 @@ class AttentionWindow(PreTrainedConfig):
     sliding_window: int | None = None
     num_sink_tokens: int = 0
     attention_sinks: bool = False
-    virtual_token: bool = False
     num_kept_tokens: int | list[int] = 0
+    eviction: str = "received_attention"
     kept_block_size: int = 32
     full_attention_heads: list[list[int]] | None = None
     full_attention_window: int | None = None
@@ -148,17 +149,9 @@ class AttentionWindow(PreTrainedConfig):
             "None with attention_sinks",
             longer,
         )
-        if self.virtual_token:
-            here = "with virtual_token"
-            check(
-                {*self.layer_types} == {"sliding_heads"},
-                "layer_types",
-                f"all 'sliding_heads' {here}",
-                sliding,
-            )
-            check_values(
-                self, here, num_sink_tokens=0, attention_sinks=False, attn_logit_softcapping=None
-            )
+        known = tuple(POLICIES)
+        wanted = f"one of {known}, or another after hf_memory.modeling.register_eviction"
+        check(self.eviction in known, "eviction", wanted, self.eviction)
 
     @property
     def takes_first_tokens(self) -> bool:

@@ -292,7 +292,7 @@ class MemoryTransformerConfig(MemoryConfig):
     def _check_relation(self) -> None:
         """Refuse what has no distance from a token, or is found without distances."""
         here = f"with position={self.position!r}"
-        check_values(self, here, attention_sinks=False, virtual_token=False)
+        check_values(self, here, attention_sinks=False)
         full = self.full_attention_heads
         check(not any(full or []), "full_attention_heads", f"None {here}", full)
         check(not any(self.kept_tokens), "num_kept_tokens", f"0 {here}", self.num_kept_tokens)
@@ -300,9 +300,7 @@ class MemoryTransformerConfig(MemoryConfig):
     def _check_forgetting(self) -> None:
         """Refuse what gates of single tokens have no meaning for."""
         here = "with position='forget'"
-        check_values(
-            self, here, attn_logit_softcapping=None, attention_sinks=False, virtual_token=False
-        )
+        check_values(self, here, attn_logit_softcapping=None, attention_sinks=False)
         self._check_kinds(lambda kind: kind.takes_forget_gates, here)
 
     def _check_buckets(self) -> None:

@@ -11,7 +11,6 @@ A packed row is bytes: the scales of its groups, their least numbers, and the co
 the same leading dimensions, and what moves, copies or selects rows does not need to know that they are packed.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -36,19 +35,6 @@ def packed_bytes(channels: int, bits: int) -> int:
 def pack(x: Tensor, bits: int) -> Tensor:
     """Pack rows x [..., D] of any floating dtype in `bits` (8 or 4): [..., packed_bytes(D, bits)] in uint8."""
     return without_autocast(_pack, x.detach() if x.requires_grad else x, bits)
-
-
-def pack_both(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The same for keys and values, in one call if they have one shape, which takes half of the time for one token.
-
-    Rows in uint8 are packed already, and stay as they are.
-    """
-    if k.dtype == torch.uint8:
-        return k, v
-    if k.shape != v.shape:
-        return pack(k, bits), pack(v, bits)
-    keys, values = pack(torch.stack([k, v]), bits).unbind()
-    return keys, values
 
 
 def unpack(packed: Tensor, channels: int, bits: int, dtype: torch.dtype) -> Tensor:
@@ -76,35 +62,6 @@ def rounded(x: Tensor, packed: Tensor, bits: int) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rounded.apply(x, packed, bits)
     return unpack(packed, x.shape[-1], bits, x.dtype)
-
-
-def rounded_after(x: Tensor, packed: Tensor, held: Tensor, bits: int) -> Tensor:
-    """The numbers [..., S + T, D] of packed rows that are held, of which the last T were packed from x [..., T, D].
-
-    The gradient of these is that of x, as if nothing were rounded; the rows before have none.
-    """
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return unpack(held, x.shape[-1], bits, x.dtype)
-    before = held[..., : held.shape[-2] - x.shape[-2], :]
-    past = unpack(before, x.shape[-1], bits, x.dtype)
-    return torch.cat([past, rounded(x, packed, bits)], -2)
-
-
-def seen_in_bits(
-    k: Tensor, v: Tensor, bits: int, hold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """The keys and values [..., S + T, D] that queries see, when new ones [..., T, D] are held in few bits.
-
-    Args:
-        k: new keys.
-        v: new values.
-        bits: of each number, 8 or 4.
-        hold: adds packed rows of keys and values to those that are held, and returns the rows of all S + T tokens.
-    """
-    packed = pack_both(k, v, bits)
-    held = hold(*packed)
-    keys, values = (rounded_after(*rows, bits) for rows in zip((k, v), packed, held))
-    return keys, values
 
 
 class _Rounded(torch.autograd.Function):

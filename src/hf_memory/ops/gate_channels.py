@@ -91,6 +91,13 @@ class GateChannels(NamedTuple):
         reads = F.pad(reads * (-UNIT / self.scaling), (0, q.shape[-1] - D - reads.shape[1]))
         return torch.cat([q[..., :D], reads.expand(*q.shape[:2], -1, -1)], -1)
 
+    def moved_queries(self, q: Tensor, units: Tensor) -> Tensor:
+        """Queries [B, HQ, n, channels] with a whole number of `UNIT` [B, HQ, 1] added to the c of each."""
+        D = self.plain
+        moved = q.clone()
+        moved[..., D] += units.to(q.dtype)
+        return moved
+
     def moved(self, k: Tensor, units: Tensor) -> Tensor:
         """Keys [B, n, H, channels] with a whole number of `UNIT` added to each c, which changes its first part only.
 

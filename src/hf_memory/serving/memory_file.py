@@ -17,12 +17,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_memory.cache import (
-    LayerInBits,
+    DynamicLayerInBits as LayerInBits,
     MemoryLayer,
     Spec,
     State,
     hold_a_memory,
-    hold_in_bits,
     memory_layer,
 )
 from hf_memory.cache_argument import CACHE
@@ -30,7 +29,8 @@ from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.folders import check_regular, replaced
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
-from hf_memory.modeling.checks import bits_by_kind
+
+bits_by_kind = None
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.bits import BITS, scales
 

@@ -27,7 +27,6 @@ from hf_memory.convertible import Convertible
 from hf_memory.files.folders import written
 from hf_memory.files.ram import memory_held
 from hf_memory.files.text import Text
-from hf_memory.modeling.base import MemoryModel
 from hf_memory.progress import History, Progress
 
 TRAINING = "training"
@@ -177,20 +176,6 @@ def train(
     return run_trainer(StageTrainer, model, data, name, run, {"model": model}, optimizer=optimizer)
 
 
-@contextmanager
-def _not_rounded(model: nn.Module) -> Iterator[None]:
-    """A context in which states have all bits, since no gradients flow through those in few bits."""
-    configs = [x.config for x in model.modules() if isinstance(x, MemoryModel)]
-    bits = [config.cache_bits for config in configs]
-    for config in configs:
-        config.cache_bits = None
-    try:
-        yield
-    finally:
-        for config, given in zip(configs, bits):
-            config.cache_bits = given
-
-
 def run_trainer(
     make_trainer: Callable[..., StageTrainer],
     model: nn.Module,
@@ -223,8 +208,7 @@ def run_trainer(
         own = {"stage": name, "tokens": data.text, "schedule": schedule, "seed": data.seed}
         record_run(run.checkpoints, {**own, **belongs_to, **run.training})
     output = nullcontext(run.checkpoints) if run.checkpoints else tempfile.TemporaryDirectory()
-    reading = _not_rounded(model) if schedule.chunk_length else nullcontext()
-    with output as folder, reading, sharded_learner(model) as learner:
+    with output as folder, sharded_learner(model) as learner:
         saves = run.checkpoints or run.training.get("load_best_model_at_end")
         save = "steps" if saves else "no"
         use_cpu = next(model.parameters()).device.type == "cpu"

@@ -109,7 +109,7 @@ def keeps_tokens(options: Mapping) -> bool:
 
     They do by default, unless options have a window or what stands for the first tokens.
     """
-    others = ("sliding_window", "num_kept_tokens", "attention_sinks", "virtual_token")
+    others = ("sliding_window", "num_kept_tokens", "attention_sinks")
     has_others = any(options.get(name, False) is not False for name in others)
     return bool(options.get("num_kept_tokens")) or not has_others
 
@@ -172,7 +172,7 @@ def student_config(
         "num_sink_tokens": SINKS if new != "memory" else 0,
     } | PRESETS.get(to, {})
     presets |= usual_window(teacher, to, options) if to == "attention" else {}
-    if options.get("attention_sinks") or options.get("virtual_token"):
+    if options.get("attention_sinks"):
         presets["num_sink_tokens"] = 0
     if options.get("gate") in ("mamba2", "mamba3"):
         presets["linear_num_value_heads"] = shared["num_key_value_heads"]

@@ -61,38 +61,25 @@ def start_near(
 def _start_from_attention(
     student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor
 ) -> None:
-    """Initialise what stands beside a window from what the teacher's attention reads: of the windows of text [B, T],
-    and of a text that has only begun, which a virtual token stands for."""
+    """Initialise what stands beside a window from what the teacher's attention reads of the windows of text [B, T]."""
     layers = {i: x for i, x in enumerate(student.model.layers) if x.mixer.starts_from_attention}
     if not layers:
         return
     seen = attention_seen(teacher, windows)
-    seen_of_beginning = attention_seen(teacher, windows.new_full((1, 1), _first_token(teacher)))
     farthest = math.log10(FARTHEST)
     window = student.config.sliding_window or 0
     distances = torch.logspace(0, farthest, 256, device=student.device).mul(window).long()[None]
     for i, layer in layers.items():
         inputs, _ = seen[i]
-        beginning = seen_of_beginning[i][0]["hidden_states"]
         rotary = student.model.local_rotary_emb if layer.is_local else student.model.rotary_emb
         layer.mixer.start_from(
             ObservedAttention(
                 hidden_states=inputs["hidden_states"],
                 positions=inputs["position_embeddings"],
                 num_first_tokens=SINKS,
-                beginning=beginning,
-                before_text=rotary(beginning, -windows.new_ones(1, 1)),
-                distances=rotary(beginning, distances),
+                distances=rotary(inputs["hidden_states"], distances),
             )
         )
-
-
-def _first_token(teacher: PreTrainedModel) -> int:
-    """A token that texts of the teacher begin with, or any other, since whichever comes first gets attention."""
-    config = teacher.config
-    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-    candidates = (config.bos_token_id, eos, config.pad_token_id, 0)
-    return next(token for token in candidates if token is not None)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache
 
 from hf_memory.cache import Spec, States
 from hf_memory.cache_argument import takes_cache
+from hf_memory.cache_bits import ALL_BITS
 from hf_memory.mixers.attention_blocks import (
     Attended,
     Columns,
@@ -17,8 +18,8 @@ from hf_memory.mixers.attention_blocks import (
     near_blocks,
 )
 from hf_memory.mixers.base import Context, MemoryMixer
-from hf_memory.mixers.pasts import Everything, Past, Window, in_bits
-from hf_memory.mixers.transformer.forgetting import ForgetGates, counts, kept_heads
+from hf_memory.mixers.pasts import Everything, New, Past, Window
+from hf_memory.mixers.transformer.forgetting import BoundedKeys, ForgetGates, counts, kept_heads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import RELATIONS
 from hf_memory.ops.masks import Tokens
@@ -41,12 +42,11 @@ class TransformerMixer(MemoryMixer):
         self.forget: Any = None
         if config.position == "forget":
             self.forget = ForgetGates(config, self.scaling)
-        keys = (
-            name
-            for name, state in self.spec.items()
+        self.bounded = [
+            BoundedKeys(name, [slice(None)])
+            for name, state in self.spec_in(ALL_BITS).items()
             if name.endswith("keys") and state.growth == "fixed"
-        )
-        self.bounded = {name: [slice(None)] for name in keys}
+        ]
 
     @property
     def sees_positions(self) -> bool:
@@ -70,17 +70,16 @@ class TransformerMixer(MemoryMixer):
         return Scores(self.scaling, self.config.attn_logit_softcapping, self.relation, gates)
 
     @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
-        """See `Projections.kinds_in_bits`; none with forget gates, whose sums are channels of keys."""
+    def kind(cls, config, layer_idx: int) -> str | None:
+        """What `cache_bits` calls keys and values; None with forget gates, whose sums are channels of keys."""
         if not cls.has_bits or config.position == "forget":
-            return ()
-        return ("window" if config.layer_types[layer_idx] == "sliding_heads" else "memory",)
+            return None
+        return "window" if config.layer_types[layer_idx] == "sliding_heads" else "memory"
 
     @classmethod
     def stored(cls, past: Any, config, layer_idx: int) -> Any:
-        """A past in the bits that the config says."""
-        kinds = cls.kinds_in_bits(config, layer_idx)
-        return in_bits(past, config, kinds[0]) if kinds else past
+        """A past whose keys and values are called so."""
+        return past._replace(kind=cls.kind(config, layer_idx))
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -131,8 +130,8 @@ class TransformerMixer(MemoryMixer):
             o = torch.cat(parts, 1)
             states = {}
         if self.forget is not None and states:
-            c = self.forget.sums(hidden_states, context)[:, -1]
-            states = self.forget.settled(states, c, self.bounded, heads_first=False)
+            c = self.forget.sums(self.forget(hidden_states), context)[:, -1]
+            states = self.forget.settled(states, c, self.bounded)
         return self.o_proj(o[..., : self.value_dim].flatten(2)), states
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -151,9 +150,15 @@ class TransformerMixer(MemoryMixer):
         """
         q, k, v = self.projected(hidden_states, context)
         tokens, tokens_read = context.tokens_and_count(k)
-        stored = self.stored(cached, self.config, self.layer_idx)
-        past = stored.read_many(k, v, tokens, context)
+        past = self.read_past(cached, k, v, tokens, context)
         return q, tokens, past._replace(states=past.states | {"tokens_read": tokens_read})
+
+    def read_past(
+        self, cached: Everything | Window, k: Tensor, v: Tensor, tokens: Tokens, context: Context
+    ) -> Past:
+        """What the tokens of keys and values [B, T, H, D] see, and its states."""
+        stored = self.stored(cached, self.config, self.layer_idx)
+        return stored.read_many(New.of(k, v, stored.kind, context), tokens, context)
 
     def attend_near(self, q: Tensor, tokens: Tokens, near: Columns) -> Attended:
         """Attention of queries [B, T, HQ, D] to the tokens near them; see `near_blocks`."""
@@ -168,7 +173,7 @@ class TransformerMixer(MemoryMixer):
         self.check_split(q, 1 if pattern is None else pattern.kinds)
         if self.forget is None:
             return q, k, v
-        return self.forget.extend(q, k, v, self.forget.sums(hidden_states, context))
+        return self.forget.extend(q, k, v, self.forget.sums(self.forget(hidden_states), context))
 
     def check_split(self, q: Tensor, kinds: int) -> None:
         """Raise an error if tensor parallelism separates heads [B, T, HQ, D] that see different tokens."""

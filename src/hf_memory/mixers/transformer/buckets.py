@@ -19,7 +19,7 @@ from hf_memory.mixers.attention_blocks import (
     joined_softmax,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import Everything, Window, window_attention
+from hf_memory.mixers.pasts import Everything, New, Window, window_attention
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
@@ -56,7 +56,7 @@ def in_buckets(
     q_buckets = buckets(unit.detach())
     q, k = mixer.rotate(q, unit, context.positions)
     tokens, tokens_read = context.tokens_and_count(k)
-    past = Everything().read_many(k, v, tokens, context)
+    past = Everything(None).read_many(New.of(k, v, None, context), tokens, context)
     bucket, new = context.grown({"buckets": q_buckets})
     seen = past.near._replace(values=repeat_heads(past.values, q.shape[2]), sees=earlier)
     attend = _all_pairs if q.shape[1] == 1 or torch.compiler.is_compiling() else _sorted
@@ -68,9 +68,8 @@ def in_buckets(
 def bucket_spec(config, share: int, rounds: int) -> Spec:
     """The states of `Everything`, `tokens_read`, and `buckets` [B, tokens, HQ, rounds], of one of `share` heads."""
     heads, _, values, D, _ = config.attention_heads
-    spec = Everything().spec(heads // share, D, D) | {
-        "values": State((values // share, D), None, "token")
-    }
+    spec = Everything(None).spec(heads // share, D, D)
+    spec["values"] = State((values // share, D), None, "token")
     spec["buckets"] = State(
         (heads // share, rounds), torch.int32, "token", largest=config.num_buckets - 1
     )
@@ -195,12 +194,11 @@ class RoutingMixer(TransformerMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
         share = _share(config, layer_idx)
-        near = (
-            {}
-            if share == 1
-            else _near(config).spec(config.num_key_value_heads // share, config.head_dim)
-        )
-        return bucket_spec(config, share, 1) | near
+        spec = bucket_spec(config, share, 1)
+        if share == 1:
+            return spec
+        D = config.head_dim
+        return spec | _near(config).spec(config.num_key_value_heads // share, D, D)
 
     def own_loss(self, hidden_states: Tensor, context: Context) -> Tensor | None:
         """The loss of the centroids, in the mean over the queries of a token."""
@@ -220,8 +218,9 @@ class RoutingMixer(TransformerMixer):
         (near_q, q), (near_v, v) = (_alternating(x, v.shape[2]) for x in (q, v))
         near_k = self.by_head(self.k_proj(hidden_states))
         near_q, near_k = self.rotate(near_q, near_k, context.positions)
+        new = New.of(near_k, near_v, None, context)
         near, near_states = window_attention(
-            near_q, near_k, near_v, context, _near(self.config), Scores(self.scaling)
+            near_q, new, context, _near(self.config), Scores(self.scaling)
         )
         routed, states = in_buckets(self, q, v, self.buckets, context)
         both = [x.unflatten(2, (-1, self.num_key_value_groups)) for x in (near, routed)]
@@ -241,7 +240,7 @@ def _share(config, layer_idx: int) -> int:
 
 
 def _near(config) -> Window:
-    return Window.of_last(config.pattern_size, prefix="near_")
+    return Window.of_last(config.pattern_size, prefix="near_", kind=None)
 
 
 def _alternating(x: Tensor, H: int) -> tuple[Tensor, ...]:

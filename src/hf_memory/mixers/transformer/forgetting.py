@@ -1,15 +1,18 @@
 """Forget gates of softmax attention (FoX), as further channels of queries, keys and values."""
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_memory.cache import Spec, State, States
+from hf_memory.cache_bits import ALL_BITS, CacheBits
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.gates import SigmoidDecay
-from hf_memory.mixers.windowed import WindowedMixer
+from hf_memory.mixers.pasts import Kept
+from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.windowed import Projected, WindowedMixer
 from hf_memory.ops.gate_channels import PARTS, UNIT, GateChannels
 from hf_memory.ops.layout import blank
 
@@ -45,12 +48,12 @@ class ForgetGates(SigmoidDecay):
         self.all_channels = kept_heads(config)[1]
         self.sums_in = GateChannels(config.head_dim, scaling)
 
-    def sums(self, hidden_states: Tensor, context: Context) -> Tensor:
+    def sums(self, g: Tensor, context: Context) -> Tensor:
         """c_i = log f_1 + ... + log f_i for the gates f of all tokens up to each, [B, T, HQ] in float64.
 
-        In packed sequences the sums begin anywhere, since their differences alone matter.
+        `g` has the logarithms of the gates of these tokens. In packed sequences the sums begin anywhere, since their
+        differences alone matter.
         """
-        g = self(hidden_states)
         g = g if context.attention_mask is None else blank(g, context.attention_mask)
         before = context.states["forgotten"][:, None] if context.states else 0
         return before + g.double().cumsum(1)
@@ -59,9 +62,7 @@ class ForgetGates(SigmoidDecay):
         """q [B, T, HQ, D], k and v [B, T, H, D] with the sums c [B, T, HQ] in more channels."""
         return self.sums_in.extend(q, k, v, c, self.all_channels)
 
-    def settled(
-        self, states: States, c: Tensor, bounded: dict[str, list[slice]], *, heads_first: bool
-    ) -> States:
+    def settled(self, states: States, c: Tensor, bounded: list["BoundedKeys"]) -> States:
         """The states with `forgotten` [B, HQ], from the sums c [B, HQ] up to the last token.
 
         Of keys whose number does not grow, the sums are moved by whole units, so that the newest is between -UNIT and 0
@@ -70,18 +71,29 @@ class ForgetGates(SigmoidDecay):
         Args:
             states: the states after the tokens.
             c: these sums.
-            bounded: the key-value heads of each state of keys that does not grow.
-            heads_first: whether such keys are [B, heads, n, channels] rather than [B, n, heads, channels].
+            bounded: the states of such keys.
         """
         due = (-c / UNIT).floor().unflatten(1, (-1, self.groups))
         units = torch.zeros_like(due)
-        for name, parts in bounded.items():
-            for heads in parts:
+        for keys in bounded:
+            of_heads = torch.cat([due[:, heads] for heads in keys.heads], 1)
+            dim = 2 if keys.is_kept else 1
+            moved = {keys.name: self.sums_in.moved(states[keys.name], of_heads.unsqueeze(dim))}
+            if keys.is_kept:
+                of_queries = of_heads.flatten(1)[..., None]
+                moved["queries"] = self.sums_in.moved_queries(states["queries"], of_queries)
+            states = states | moved
+            for heads in keys.heads:
                 units[:, heads] = due[:, heads]
-            of_heads = torch.cat([due[:, heads] for heads in parts], 1)
-            moved = self.sums_in.moved(states[name], of_heads.unsqueeze(2 if heads_first else 1))
-            states = states | {name: moved}
         return states | {"forgotten": c + UNIT * units.flatten(1)}
+
+
+class BoundedKeys(NamedTuple):
+    """A state of keys whose number does not grow."""
+
+    name: str
+    heads: list[slice]  # which key-value heads it has
+    is_kept: bool = False  # whether it is of `Kept`, [B, heads, n, channels] beside queries
 
 
 class PlainHeads(WindowedMixer):
@@ -104,16 +116,23 @@ class ForgettingHeads(PlainHeads):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.forget = ForgetGates(config, self.scaling)
-        states = {True: "keys", False: "full_keys"}
-        parts = {states[is_near]: heads for is_near, heads in self.parts}
-        self.bounded = {
-            name: heads for name, heads in parts.items() if self.spec[name].growth == "fixed"
-        }
+        spec = self.spec_in(ALL_BITS)
+        names = [f"{part.past.prefix}keys" for part in self.parts]
+        self.bounded = [
+            BoundedKeys(name, part.heads, isinstance(part.past, Kept))
+            for name, part in zip(names, self.parts)
+            if spec[name].growth == "fixed"
+        ]
 
     @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> tuple[str, ...]:
-        """None, since keys have sums of gates in further channels, which need their bits."""
-        return ()
+    def declared(cls, config, layer_idx: int, bits: CacheBits) -> Spec:
+        """In all bits, since keys have sums of gates in further channels, which need them."""
+        return super().declared(config, layer_idx, ALL_BITS)
+
+    @classmethod
+    def kinds_in_bits(cls, config, layer_idx: int) -> list[str]:
+        """See `Projections.kinds_in_bits`."""
+        return []
 
     @property
     def scores(self) -> Scores:
@@ -130,22 +149,18 @@ class ForgettingHeads(PlainHeads):
         """As of `WindowedMixer`, and the sums of the logarithms of the gates."""
         return super().state_spec(config, layer_idx) | counts(config)
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are those of `WindowedMixer`, and `forgotten` [B, HQ]."""
-        return self._mixed(hidden_states, context, self.attend)
+    def projected(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `WindowedMixer.projected`; and the logarithms of forget gates [B, T, HQ]."""
+        gates = self.forget(hidden_states)
+        return super().projected(hidden_states, positions) | {"forget": gates}
 
-    def mix_one(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """See `MemoryMixer.mix_one`."""
-        return self._mixed(hidden_states, context, self.attend_one)
-
-    def _mixed(
-        self, hidden_states: Tensor, context: Context, attend: Callable
-    ) -> tuple[Tensor, States]:
-        c = self.forget.sums(hidden_states, context)
-        inputs = self.forget.extend(*self.project_heads(hidden_states, None), c)
-        o, states = attend(hidden_states, *inputs, context)
+    def attend(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
+        """See `WindowedMixer.attend`; there is one more state, `forgotten` [B, HQ]."""
+        c = self.forget.sums(projected["forget"], context)
+        q, k, v = (projected[name] for name in "qkv")
+        q, k, v = self.forget.extend(q.flatten(2, 3), k, v, c)
+        extended = {"q": self._by_group(q, k), "k": k, "v": v}
+        o, states = super().attend(projected | extended, context)
         if context.cu_seqlens is None:
-            states = self.forget.settled(
-                states, c[:, -1], self.bounded, heads_first=self.kv_eviction is not None
-            )
-        return self.o_proj(o[..., : self.value_dim].flatten(2)), states
+            states = self.forget.settled(states, c[:, -1], self.bounded)
+        return o[..., : self.value_dim], states

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
+from hf_memory.cache_bits import ALL_BITS
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import (
     BLOCK,
@@ -21,7 +22,7 @@ from hf_memory.mixers.attention_blocks import (
     near_blocks,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import Past, kept, last, take
+from hf_memory.mixers.pasts import Past, last, last_tokens, take
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
 from hf_memory.mixers.transformer.windows import SegmentMixer, segment_window
 from hf_memory.ops.masks import Tokens, slots_before
@@ -103,7 +104,8 @@ class CompressiveMixer(SegmentMixer):
             for kind, n in sizes.items()
             for x in ("keys", "values")
         }
-        return window.spec(heads, D) | {"tokens_read": TOKENS_READ} | spec
+        stored = cls.stored(window, config, layer_idx)
+        return stored.spec(heads, D, D) | {"tokens_read": TOKENS_READ} | spec
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, `tokens_read`, those of `attend_slots`, with slots that become
@@ -112,7 +114,7 @@ class CompressiveMixer(SegmentMixer):
         q, plain, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.tokens_and_count(v)
         q, k = self.rotate(q, plain, context.positions)
-        past = segment_window(self.config).read_many(k, v, tokens, context)
+        past = self.read_past(segment_window(self.config), k, v, tokens, context)
         near = self.attend_segment(hidden_states, q, tokens, past, context)
         slots, blocks, states = self._slots(plain.detach(), v.detach(), tokens_read, context)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
@@ -126,7 +128,7 @@ class CompressiveMixer(SegmentMixer):
         """Keys and values [B, U, H, D] of blocks whose last token is new, these blocks, and the states."""
         rate = self.config.compression_rate
         B, T = k.shape[:2]
-        read, states = kept(
+        read, states = last_tokens(
             context.states, {"block_keys": k, "block_values": v}, rate - 1, context.lengths
         )
         blocks = new_blocks(
@@ -225,11 +227,9 @@ class MostUsedMixer(SegmentMixer):
         window = segment_window(config)
         state = State((config.compressed_length, heads, D), None)
         slots = dict.fromkeys(("compressed_keys", "compressed_values"), state)
-        return (
-            window.spec(heads, D)
-            | slots
-            | {"usage": State((window.kept, heads)), "tokens_read": TOKENS_READ}
-        )
+        usage = State((window.reach - 1, heads))
+        stored = cls.stored(window, config, layer_idx)
+        return stored.spec(heads, D, D) | slots | {"usage": usage, "tokens_read": TOKENS_READ}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, `tokens_read`, those of `attend_slots`, of blocks that no token
@@ -238,7 +238,7 @@ class MostUsedMixer(SegmentMixer):
         near = self.attend_segment(hidden_states, q, tokens, past, context)
         slots, blocks, usage = self._slots(q, tokens, past, context.states)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
-        usage = last(usage, context.lengths, segment_window(self.config).kept)
+        usage = last(usage, context.lengths, segment_window(self.config).reach - 1)
         return joined_softmax(near, far)[0], past.states | {"usage": usage} | compressed
 
     @torch.no_grad()
@@ -315,8 +315,8 @@ def attend_slots(
     config = mixer.config
     L = config.segment_length
     rate = config.compression_rate
-    n = mixer.spec["compressed_keys"].shape[0]
-    (keys, values), new = kept(
+    n = mixer.spec_in(ALL_BITS)["compressed_keys"].shape[0]
+    (keys, values), new = last_tokens(
         states, dict(zip(("compressed_keys", "compressed_values"), slots)), n, blocks.done
     )
     numbers = torch.cat(

@@ -1,7 +1,5 @@
 """Attention to the last tokens, and to the best of a store of older ones, which is searched."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -51,7 +49,7 @@ class TopTokensMixer(TransformerMixer):
         """See `attend`."""
         _, heads, _, D, _ = config.attention_heads
         store = cls.stored(_store(config), config, layer_idx)
-        return store.spec(heads, D) | {"tokens_read": TOKENS_READ}
+        return store.spec(heads, D, D) | {"tokens_read": TOKENS_READ}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window` with the tokens of the store before it, and `tokens_read`."""
@@ -83,6 +81,11 @@ class TopTokensMixer(TransformerMixer):
 
 def _store(config, prefix: str = "") -> Window:
     return Window.of_last(config.sliding_window, prefix=prefix, spare=config.memory_size)
+
+
+def _near_and_all(config) -> list[Window]:
+    """What holds the last tokens, and what holds the older ones too."""
+    return [_store(config)._replace(spare=0), _store(config, "memory_")]
 
 
 def _best(blocks: Blocks, rule: Scores, k: int) -> Attended:
@@ -166,14 +169,8 @@ class MemorizingMixer(TopTokensMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
         _, heads, _, D, _ = config.attention_heads
-        near, store = cls._windows(config, layer_idx)
-        return near.spec(heads, D) | store.spec(heads, D) | {"tokens_read": TOKENS_READ}
-
-    @classmethod
-    def _windows(cls, config, layer_idx: int) -> list[Any]:
-        """What holds the last tokens, and what holds the older ones too."""
-        both = _store(config)._replace(spare=0), _store(config, "memory_")
-        return [cls.stored(window, config, layer_idx) for window in both]
+        near, store = (cls.stored(window, config, layer_idx) for window in _near_and_all(config))
+        return near.spec(heads, D, D) | store.spec(heads, D, D) | {"tokens_read": TOKENS_READ}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window`, `tokens_read`, and of the window and the store, without rotation and with
@@ -181,9 +178,9 @@ class MemorizingMixer(TopTokensMixer):
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.tokens_and_count(k)
         rotated_q, rotated_k = self.rotate(q, k, context.positions)
-        near, everything = self._windows(self.config, self.layer_idx)
-        past = near.read_many(rotated_k, v, tokens, context)
-        store = everything.read_many(unit_length(k).detach(), v.detach(), tokens, context)
+        near, everything = _near_and_all(self.config)
+        past = self.read_past(near, rotated_k, v, tokens, context)
+        store = self.read_past(everything, unit_length(k).detach(), v.detach(), tokens, context)
         states = past.states | store.states | {"tokens_read": tokens_read}
         local = self.attend_near(rotated_q, tokens, past.near)
         scaled = unit_length(q) * self.memory_scale.to(q.dtype)[:, None]

@@ -18,7 +18,7 @@ from hf_memory.mixers.attention_blocks import (
     rows_of,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import Past, Window, columns, take, window_attention
+from hf_memory.mixers.pasts import New, Past, Window, columns, take, window_attention
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.forgetting import counts, kept_heads
@@ -49,11 +49,12 @@ class LocalMixer(TransformerMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
         window = cls.stored(pattern_of(config, layer_idx), config, layer_idx)
-        return window.spec(*kept_heads(config)) | counts(config)
+        heads, D = kept_heads(config)
+        return window.spec(heads, D, D) | counts(config)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `window_attention`."""
-        inputs = self.projected(hidden_states, context)
+        q, k, v = self.projected(hidden_states, context)
         pattern = pattern_of(self.config, self.layer_idx)
         pattern = self.stored(pattern, self.config, self.layer_idx)
         reach = None
@@ -61,7 +62,8 @@ class LocalMixer(TransformerMixer):
         reads_spans = self.learns_spans and not torch.compiler.is_compiling()
         if reads_spans and hidden_states.shape[1] > BLOCK:
             reach = math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
-        return window_attention(*inputs, context, pattern, self.scores, reach=reach)
+        new = New.of(k, v, pattern.kind, context)
+        return window_attention(q, new, context, pattern, self.scores, reach=reach)
 
     def own_loss(self, hidden_states: Tensor, context: Context) -> Tensor | None:
         """The mean of learned spans, the same for each token."""
@@ -91,7 +93,8 @@ class InfiniteMixer(TransformerMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
         window = cls.stored(_first_and_last(config), config, layer_idx)
-        spec = window.spec(*kept_heads(config))
+        heads, D = kept_heads(config)
+        spec = window.spec(heads, D, D)
         channels = config.rotating_channels(layer_idx)
         return (
             spec
@@ -106,8 +109,7 @@ class InfiniteMixer(TransformerMixer):
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, tokens_read = context.tokens_and_count(k)
         near_q, k = self.rotate(q, k, context.positions)
-        window = self.stored(_first_and_last(self.config), self.config, self.layer_idx)
-        past = window.read_many(k, v, tokens, context)
+        past = self.read_past(_first_and_last(self.config), k, v, tokens, context)
         first_q = near_q  # which see the first tokens
         new = past.states | {"tokens_read": tokens_read}
         if context.positions is not None:
@@ -189,7 +191,8 @@ class SegmentMixer(TransformerMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
         window = cls.stored(segment_window(config), config, layer_idx)
-        return window.spec(*kept_heads(config)) | counts(config)
+        heads, D = kept_heads(config)
+        return window.spec(heads, D, D) | counts(config)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, and `tokens_read`."""
@@ -215,8 +218,7 @@ class SegmentMixer(TransformerMixer):
         detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
         window = segment_window(self.config)
         others = window._replace(sees=window.sees & ~in_segment)
-        stored = self.stored(others, self.config, self.layer_idx)
-        before = stored.read_many(k, v, tokens, detached).near
+        before = self.read_past(others, k, v, tokens, detached).near
         return joined_softmax(
             self.attend_near(q, tokens, segment), self.attend_near(q, tokens, before)
         )

@@ -10,7 +10,7 @@ from hf_memory.cache import Spec, State
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.mixers.gates import StepDecay
-from hf_memory.mixers.pasts import kept
+from hf_memory.mixers.pasts import last_tokens
 from hf_memory.ops import linear_attention
 from hf_memory.ops.layout import blank, repeat_heads
 
@@ -67,7 +67,9 @@ class Mamba3Mixer(MemoryMixer):
         q, k, new_states["angles"] = self._turned(q, k, hidden_states, steps, context)
         share = upcast(self.share_proj(hidden_states)).sigmoid()
         next_c, memory = self._second_writes(steps * (1 - share), context)
-        _, last = kept(context.states, {"last_keys": k, "last_values": x}, 1, context.lengths)
+        _, last = last_tokens(
+            context.states, {"last_keys": k, "last_values": x}, 1, context.lengths
+        )
         o, new_states["memory"] = linear_attention(
             q,
             k,

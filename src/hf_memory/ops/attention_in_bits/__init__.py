@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from hf_memory.ops.attention_in_bits import chunk
-from hf_memory.ops.bits import GROUP, packed_bytes, rotated, unpack
+from hf_memory.ops.bits import GROUP, packed_bytes, rotated
 from hf_memory.ops.dispatch import MAX_KERNEL_DIM, Backend, choose_backend
 from hf_memory.ops.inputs import check_tensor
 from hf_memory.ops.precision import upcast, without_autocast
+from hf_memory.ops.rows import Rows
 from hf_memory.ops.soft_cap import soft_capped
 
 
@@ -20,13 +21,12 @@ def attention_in_bits(
     values: Tensor | Sequence[Tensor],
     visible: Tensor | None = None,
     *,
-    bits: int,
+    rows: Rows,
     scale: float,
     softcap: float | None = None,
     needs_mass: bool = True,
-    needs_weights: bool = False,
     backend: Backend = "auto",
-) -> tuple[Tensor, Any, Tensor | None]:
+) -> tuple[Tensor, Any]:
     """Softmax attention of one token of each row to packed rows, see `hf_memory.ops.bits`; without gradients.
 
         o = sum_j p_j v_j,   p = softmax_j(scale q k_j),   over the entries j that are visible
@@ -38,48 +38,45 @@ def attention_in_bits(
 
     Args:
         q: queries [B, H, G, D], the G queries of each head of keys.
-        keys: [B, H, S, packed_bytes(D, bits)] uint8, or B tensors [H, S, packed_bytes(D, bits)] anywhere in memory.
+        keys: [B, H, S, bytes] uint8, or B tensors [H, S, bytes] anywhere in memory, of `packed_bytes(D, bits)` each.
         values: the same.
         visible: [B or 1, H or 1, S] bool, which entries there are; None: all.
-        bits: of each number, 8 or 4.
+        rows: the bits of keys and of values, 8 or 4 each.
         scale: factor of the products of queries and keys.
         softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
         needs_mass: whether the mass of the softmax is asked for.
-        needs_weights: whether the weights are asked for.
         backend: "triton", "chunk", which is PyTorch, or "auto": the kernel on CUDA where there is one.
 
     Returns:
-        The outputs [B, H, G, D], zero for a row that sees nothing; the logarithms of their mass in the softmax
-        [B, H, G] in float32 (float64 for float64), or None; and the weights p [B, H, S], sums over the G queries, or
-        None.
+        The outputs [B, H, G, D], zero for a row that sees nothing; and the logarithms of their mass in the softmax
+        [B, H, G] in float32 (float64 for float64), or None.
 
     Raises:
         ValueError: an argument has a wrong shape or dtype, or there is no kernel for an explicit backend="triton".
     """
     B, H, _, D = q.shape
     S = keys[0].shape[1]
-    for name, x in (("keys", keys), ("values", values)):
+    stored = ("keys", keys, rows.key_bits), ("values", values, rows.value_bits)
+    for name, x, bits in stored:
         _check(name, x, (B, H, S, packed_bytes(D, bits)), q)
     if visible is not None:
         visible = visible.expand(B, H, S)
-    how = visible, bits, scale, softcap or 0.0
+    how = scale, softcap or 0.0
     chosen = choose_backend(backend, q, kernel_refuses(q))
     if chosen == "chunk" and D % GROUP == 0:
         parts = (_parts(x) for x in (keys, values))
-        o, p, mass = without_autocast(chunk.attention, q, *parts, *how, needs_mass)
-        return o.to(q.dtype), mass, p.sum(2) if needs_weights else None
+        o, mass = without_autocast(chunk.attention, q, *parts, visible, rows, *how, needs_mass)
+        return o.to(q.dtype), mass
     keys, values = (x if isinstance(x, Tensor) else torch.stack([*x]) for x in (keys, values))
-    given = q, keys, values, *how
     if chosen != "triton":
-        o, p, mass = without_autocast(_attention, *given, needs_mass)
-        return o.to(q.dtype), mass, p.sum(2) if needs_weights else None
+        given = q, keys, values, visible, rows
+        o, mass = without_autocast(_attention, *given, *how, needs_mass)
+        return o.to(q.dtype), mass
     from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
 
-    q = q if bits == 8 else rotated(q)
-    o, mass, scores = kernel(q, *given[1:], needs_weights)
-    o = o if bits == 8 else rotated(o)
-    weights = _weights(scores, mass).sum(2) if needs_weights else None
-    return o, mass if needs_mass else None, weights
+    q = q if rows.key_bits == 8 else rotated(q)
+    o, mass = kernel(q, keys, values, visible, rows.key_bits, rows.value_bits, *how)
+    return o if rows.value_bits == 8 else rotated(o), mass if needs_mass else None
 
 
 def _check(name: str, x: Tensor | Sequence[Tensor], shape: tuple[int, ...], q: Tensor) -> None:
@@ -97,7 +94,10 @@ def _check(name: str, x: Tensor | Sequence[Tensor], shape: tuple[int, ...], q: T
 
 
 def _parts(x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return [x.flatten(0, 1)] if isinstance(x, Tensor) else x
+    """Rows of heads [rows, S, bytes] in as few parts as need no copy."""
+    if isinstance(x, Tensor) and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
+        return [x.flatten(0, 1)]
+    return [*x]
 
 
 def reads_bytes(q: Tensor, backend: str) -> bool:
@@ -123,21 +123,17 @@ def _attention(
     keys: Tensor,
     values: Tensor,
     visible: Tensor | None,
-    bits: int,
+    rows: Rows,
     scale: float,
     softcap: float,
     needs_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The definition: outputs, weights and their mass."""
-    k, v = (unpack(x, q.shape[-1], bits, q.dtype) for x in (keys, values))
+) -> tuple[Tensor, Tensor | None]:
+    """The definition: outputs, and their mass."""
+    k, v = rows.numbers(keys, values, q, q)
     scores = soft_capped(upcast(scale * q @ k.mT), softcap)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
     mass = scores.logsumexp(-1)
-    p = _weights(scores, mass)
-    return p.to(q.dtype) @ v, p, mass if needs_mass else None
-
-
-def _weights(scores: Tensor, mass: Tensor) -> Tensor:
-    """The softmax of scores [..., S] with this logarithm of their mass [...]: zeros where it is -inf."""
-    return (scores - mass.clamp(min=torch.finfo(mass.dtype).min)[..., None]).exp()
+    # zeros where nothing is seen
+    p = (scores - mass.clamp(min=torch.finfo(mass.dtype).min)[..., None]).exp()
+    return p.to(q.dtype) @ v, mass if needs_mass else None

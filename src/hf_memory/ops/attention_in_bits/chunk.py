@@ -9,12 +9,14 @@ So queries and weights are multiplied once for each group, as further rows of on
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_memory.ops.bits import GROUP, group_matrix, rotated
 from hf_memory.ops.precision import upcast
+from hf_memory.ops.rows import Rows
 from hf_memory.ops.soft_cap import soft_capped
 
 
@@ -23,12 +25,12 @@ def attention(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     visible: Tensor | None,
-    bits: int,
+    rows: Rows,
     scale: float,
     softcap: float,
     needs_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Outputs [B, H, G, D], weights [B, H, G, S] and their mass [B, H, G]; D is a multiple of 32.
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [B, H, G, D], and their mass [B, H, G]; D is a multiple of 32.
 
     Keys and values are in any number of parts [rows of the part, S, bytes], of the B H rows in turn. Codes of a part
     are read while a processor's cache still has them; what is small is computed for all parts at once.
@@ -39,12 +41,14 @@ def attention(
     dtype = torch.promote_types(q.dtype, torch.float32)
     k_scale, k_least, v_scale, v_least = _numbers_of_groups([*keys, *values], n, dtype)
     q = q.reshape(B * H, G, D)
-    if bits == 4:
+    key_bits: Any = rows.key_bits
+    value_bits: Any = rows.value_bits
+    if key_bits == 4:
         q = rotated(upcast(q))
     asked = q.unsqueeze(2) * group_matrix(D, k_scale)  # [BH, G, n, D], zero in other groups
-    queries = _for_codes(asked.view(len(keys), -1, G * n, D), bits)
+    queries = _for_codes(asked.view(len(keys), -1, G * n, D), key_bits)
     products = [
-        torch.bmm(query, _codes(part, n, bits, dtype).mT) for query, part in zip(queries, keys)
+        torch.bmm(query, _codes(part, n, key_bits, dtype).mT) for query, part in zip(queries, keys)
     ]
     of_groups = _of_all(products).view(-1, G, n, S).mul_(k_scale.unsqueeze(1))
     scores = torch.baddbmm(of_groups.sum(2), asked.sum(3), k_least, beta=scale, alpha=scale)
@@ -57,13 +61,15 @@ def attention(
         weights.masked_fill_(hidden, 0)  # of a row that sees nothing
     p = weights.view(B * H, G, S)
     scaled = (p.unsqueeze(2) * v_scale.unsqueeze(1)).view(len(values), -1, G * n, S)
-    products = [torch.bmm(row, _codes(part, n, bits, dtype)) for row, part in zip(scaled, values)]
+    products = [
+        torch.bmm(row, _codes(part, n, value_bits, dtype)) for row, part in zip(scaled, values)
+    ]
     # of the sums with the scales of a group, its own channels: [BH, G, n, 32]
-    sums = _of_codes(_of_all(products), bits)
+    sums = _of_codes(_of_all(products), value_bits)
     own = sums.view(-1, G, n, n, GROUP).diagonal(0, 2, 3).mT
     o = (own + torch.bmm(p, v_least.mT).unsqueeze(3)).view(B, H, G, D)
     mass = scores.logsumexp(-1) if needs_mass else None
-    return o if bits == 8 else rotated(o), weights, mass
+    return o if value_bits == 8 else rotated(o), mass
 
 
 def _of_all(parts: list[Tensor]) -> Tensor:

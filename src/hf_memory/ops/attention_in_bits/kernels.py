@@ -24,8 +24,10 @@ class Meta(NamedTuple):
     H: int = 0  # heads of keys
     G: int = 0  # queries of each
     D: int = 0
-    BITS: int = 0
-    BYTES: int = 0  # of a packed row
+    KEY_BITS: int = 0
+    VALUE_BITS: int = 0
+    KEY_BYTES: int = 0  # of a packed row
+    VALUE_BYTES: int = 0
     BR: int = 0  # tile sizes, of queries, entries, channels and parts
     BM: int = 0
     BD: int = 0
@@ -38,8 +40,8 @@ class Given(NamedTuple):
     """What is read."""
 
     q: Any  # [B, H, G, D], rotated if keys are
-    k: Any  # [B, H, S, BYTES] uint8, with any strides of whole rows
-    v: Any  # [B, H, S, BYTES] uint8
+    k: Any  # [B, H, S, KEY_BYTES] uint8, with any strides of whole rows
+    v: Any  # [B, H, S, VALUE_BYTES] uint8
     visible: Any  # [B, H, S] uint8; None: all
     S: int
     span: int  # entries of a program, a multiple of BM
@@ -60,15 +62,25 @@ class Found(NamedTuple):
 
     o: Any  # [B, H, G, D], or of each part [B, H, parts, G, D] in float32
     mass: Any  # [B, H, G] or [B, H, parts, G] float32, the logarithm
-    scores: Any = None  # [B, H, G, S] float32, if they are asked for
 
 
 @triton.jit
-def _tile(x, strides, batch, head, start, entry, is_entry, meta: tl.constexpr):
+def _tile(
+    x,
+    strides,
+    batch,
+    head,
+    start,
+    entry,
+    is_entry,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    meta: tl.constexpr,
+):
     """Numbers [entries, channels] in float32 of packed rows; of no meaning beyond D and where `is_entry` is not."""
     N: tl.constexpr = (meta.D + _GROUP - 1) // _GROUP
     first = batch * strides.batch + head * strides.head + start * strides.entry
-    row = (first + entry * strides.entry) * meta.BYTES
+    row = (first + entry * strides.entry) * BYTES
     group = tl.arange(0, meta.BD // _GROUP)
     is_group = is_entry[:, None] & (group < N)[None, :]
     numbers = tl.cast(x, tl.pointer_type(tl.float16)) + row[:, None] // 2 + group[None, :]
@@ -77,7 +89,7 @@ def _tile(x, strides, batch, head, start, entry, is_entry, meta: tl.constexpr):
     channel = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     is_code = is_entry[:, None, None] & (channel < meta.D)[None, :, :]
     codes = x + row[:, None, None] + 4 * N
-    if meta.BITS == 8:
+    if BITS == 8:
         code = tl.load(codes + channel[None, :, :], mask=is_code, other=0)
     else:
         HALF: tl.constexpr = (meta.D + 3) // 4 * 2  # channels from this one on are the upper bits
@@ -114,20 +126,39 @@ def _attend_kernel(given, of_keys, of_values, of_visible, found, meta: tl.conste
             first = batch * of_visible.batch + head * of_visible.head
             seen = given.visible + first + (start + i) * of_visible.entry
             is_seen = is_entry & (tl.load(seen, mask=is_entry, other=0) != 0)
-        keys = _tile(given.k, of_keys, batch, head, start, i, is_entry, meta)
+        keys = _tile(
+            given.k,
+            of_keys,
+            batch,
+            head,
+            start,
+            i,
+            is_entry,
+            meta.KEY_BITS,
+            meta.KEY_BYTES,
+            meta,
+        )
         s = given.scale * tl.dot(q, tl.trans(tl.cast(keys, dtype)), input_precision=meta.PRECISION)
         if meta.SOFTCAP:
             s = given.softcap * (2 * tl.sigmoid(2 * s / given.softcap) - 1)
         s = tl.where(is_seen[None, :], s, float("-inf"))
-        if found.scores is not None:
-            to = (row * meta.G + g)[:, None] * given.S + start + i[None, :]
-            tl.store(found.scores + to, s, mask=(g < meta.G)[:, None] & is_entry[None, :])
         new_most = tl.maximum(most, tl.max(s, 1))
         finite = tl.where(new_most == float("-inf"), 0.0, new_most)
         p = tl.exp(s - finite[:, None])
         factor = tl.exp(most - finite)
         total = factor * total + tl.sum(p, 1)
-        values = _tile(given.v, of_values, batch, head, start, i, is_entry, meta)
+        values = _tile(
+            given.v,
+            of_values,
+            batch,
+            head,
+            start,
+            i,
+            is_entry,
+            meta.VALUE_BITS,
+            meta.VALUE_BYTES,
+            meta,
+        )
         of_tile = tl.dot(tl.cast(p, dtype), tl.cast(values, dtype), input_precision=meta.PRECISION)
         o = factor[:, None] * o + of_tile
         most = new_most
@@ -165,12 +196,12 @@ def attention_in_bits(
     keys: Tensor,
     values: Tensor,
     visible: Tensor | None,
-    bits: int,
+    key_bits: int,
+    value_bits: int,
     scale: float,
     softcap: float,
-    needs_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [B, H, G, D], their mass [B, H, G], and scores [B, H, G, S] or an empty tensor; no cap is 0."""
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, H, G, D], and their mass [B, H, G]; no cap is 0."""
     B, H, G, D = q.shape
     S = keys.shape[2]
     channels = max(GROUP, width(D))
@@ -181,8 +212,10 @@ def attention_in_bits(
         H,
         G,
         D,
-        bits,
-        packed_bytes(D, bits),
+        key_bits,
+        value_bits,
+        packed_bytes(D, key_bits),
+        packed_bytes(D, value_bits),
         BR=width(G),
         BM=max(16, tile // channels),
         BD=channels,
@@ -190,34 +223,32 @@ def attention_in_bits(
         PRECISION=precision(q.dtype),
     )
     span, parts = _parts(S, B * H, meta.BM)
-    keys, of_keys = _rows(keys, meta.BYTES)
-    values, of_values = _rows(values, meta.BYTES)
+    keys, of_keys = _rows(keys, meta.KEY_BYTES)
+    values, of_values = _rows(values, meta.VALUE_BYTES)
     of_visible = Strides()
     if visible is not None:
         of_visible = Strides(*visible.stride())
         visible = visible.view(torch.uint8)
-    results = _results(q, keys, values, visible, bits, scale, softcap, needs_scores)
-    o, mass, scores = results
+    o, mass = _results(q, keys, values, visible, key_bits, value_bits, scale, softcap)
     given = Given(q.contiguous(), keys, values, visible, S, span, scale, softcap)
-    found = Found(o, mass, scores if needs_scores else None)
+    found = Found(o, mass)
     if parts > 1:
         o_of_parts = q.new_empty((B, H, parts, G, D), dtype=torch.float32)
         mass_of_parts = q.new_empty((B, H, parts, G), dtype=torch.float32)
-        found = Found(o_of_parts, mass_of_parts, found.scores)
+        found = Found(o_of_parts, mass_of_parts)
     launcher(_attend_kernel, (B * H, parts))(
         given, of_keys, of_values, of_visible, found, meta=meta, num_warps=warps, num_stages=2
     )
     if parts > 1:
         meta = Meta(G=G, D=D, BD=channels, BP=triton.next_power_of_2(parts))
         launcher(_join_kernel, (B * H * G,))(found, Found(o, mass), parts, meta=meta, num_warps=4)
-    return results
+    return o, mass
 
 
 @attention_in_bits.register_fake
-def _results(q, keys, values, visible, bits, scale, softcap, needs_scores):
+def _results(q, keys, values, visible, key_bits, value_bits, scale, softcap):
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shape = (*q.shape[:3], keys.shape[2]) if needs_scores else (0,)
-    return o, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+    return o, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _parts(S: int, rows: int, tile: int) -> tuple[int, int]:

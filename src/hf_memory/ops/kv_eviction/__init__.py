@@ -8,16 +8,28 @@ import torch
 from torch import Tensor
 
 from hf_memory.ops.dispatch import Backend, choose_backend
-from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.kv_eviction import chunk
-from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at
+from hf_memory.ops.kv_eviction.chunk import Rule, places_that_stay, rows_at, score_after
+from hf_memory.ops.kv_eviction.policies import (
+    DECAY,
+    Block,
+    EvictionPolicy,
+    received_attention,
+)
 
-__all__ = ["places_that_stay", "retained_attention", "rows_at"]
+__all__ = [
+    "Block",
+    "EvictionPolicy",
+    "Rule",
+    "places_that_stay",
+    "received_attention",
+    "retained_attention",
+    "rows_at",
+    "score_after",
+]
 
-LARGEST = {
-    2: 1 << 15,
-    4: 1 << 12,
-}  # largest tile of keys that a program can hold, by bytes of a number
+# largest tile of keys that a program can hold, by bytes of a number
+LARGEST = {2: 1 << 15, 4: 1 << 12}
 
 
 def retained_attention(
@@ -25,17 +37,9 @@ def retained_attention(
     k: Tensor,
     v: Tensor,
     number: Tensor,
-    received: Tensor,
-    query_mask: Tensor,
+    score: Tensor,
+    rule: Rule,
     *,
-    block: int,
-    first: int,
-    window: int,
-    decay: float,
-    scale: float,
-    softcap: float | None = None,
-    gates: GateChannels | None = None,
-    needs_mass: bool = True,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Attention of new tokens in blocks of c: after each block it is decided which entries the next one sees.
@@ -47,39 +51,32 @@ def retained_attention(
         k: keys [B, H, stay + T, D] of the entries that are held at first, and of the new tokens.
         v: values [B, H, stay + T, D].
         number: [B, H, stay + T] int32, of the tokens in their sequences, from 1; 0: no token.
-        received: [B, H, stay + T] float32, the attention that they have received.
-        query_mask: [B, T] float32, 1 for queries that count and 0 for others.
-        block: c.
-        first: number of first tokens, which stay.
-        window: number of last tokens, which stay.
-        decay: factor of the received attention after each block.
-        scale: factor of the products of queries and keys.
-        softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
-        gates: which channels of queries and keys hold forget gates; None: none do. Not with a mass.
-        needs_mass: whether the mass of the softmax is asked for.
+        score: [B, H, stay] float32, what the entries that are held are worth.
+        rule: the sizes of blocks and of what always stays, the policy, and how scores are computed.
         backend: "triton", "chunk", which is PyTorch, or "auto": kernels on CUDA where they support the keys.
 
     Returns:
         The outputs [B, T, HQ, D]; the logarithms of their mass in the softmax [B, T, HQ] in float32, which may be
-        None without `needs_mass`; the places [B, H, stay] of the entries that are held in the end, in the order of the
-        text; and the received attention [B, H, stay + T]: first of these entries, and then of each new token when its
-        own block has been read.
+        None unless the rule says that they are needed; the places [B, H, stay] of the entries that are held in the end,
+        in the order of the text; and what these are worth [B, H, stay]. A block that is not complete changes neither.
     """
-    eviction = block, first, window, decay, scale, softcap or 0.0
-    if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) != "triton":
-        return chunk.retained_attention(
-            q, k, v, number, received, query_mask, *eviction, gates, needs_mass
-        )
+    refusal = kernel_refuses(k, k.shape[2] - q.shape[1] + rule.block)
+    if choose_backend(backend, q, refusal) != "triton":
+        return chunk.retained_attention(q, k, v, number, score, rule)
     from hf_memory.ops.kv_eviction import kernels
 
-    if gates is not None:
-        q = gates.of_one_product(q, q.shape[2] // k.shape[1])
-
-    places, received = kernels.retained_places(
-        *(x.detach() for x in (q, k, number, received, query_mask)), *eviction
-    )
-    o, mass = kernels.retained_attention(q, k, v, number, places, scale, softcap or 0.0)
-    return o, mass, places[:, :, -1], received
+    if rule.gates is not None:
+        q = rule.gates.of_one_product(q, q.shape[2] // k.shape[1])
+    given = tuple(x.detach() for x in (q, k, number, score))
+    if rule.policy is received_attention:
+        sizes = rule.block, rule.first, rule.window, DECAY, rule.scale, rule.softcap
+        places, score = kernels.retained_places(*given, *sizes)
+    else:
+        places, score = chunk.retained_places(
+            q.detach(), k.detach(), v.detach(), number, score, rule
+        )
+    o, mass = kernels.retained_attention(q, k, v, number, places, rule.scale, rule.softcap)
+    return o, mass, places[:, :, -1], score
 
 
 def kernel_refuses(k: Tensor, entries: int) -> str | None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.gate_channels import GateChannels
+from hf_memory.ops.kv_eviction.policies import Block, EvictionPolicy
 from hf_memory.ops.precision import upcast, with_bfloat16_products
 from hf_memory.ops.soft_cap import soft_capped
 from hf_memory.ops.threads import one_thread
@@ -26,7 +27,7 @@ class Rule(NamedTuple):
     block: int
     first: int
     window: int
-    decay: float
+    policy: EvictionPolicy
     scale: float
     softcap: float
     gates: GateChannels | None
@@ -61,8 +62,8 @@ class Read(NamedTuple):
     mass: Tensor | None  # [blocks, B, H, G * c], the logarithm
     weights: Tensor | None  # [blocks, B, H, G * c, n] in the dtype of v, for gradients
     places: Tensor | None  # [blocks, B, H, n] int32, of the entries, for gradients
-    held: Tensor  # [B, H, stay], places of the entries that are held in the end
-    received: Tensor  # [B, H, stay + T], by these, and by each new token in its own block
+    held: list[Tensor]  # [B, H, stay] each, places of the entries before each block, and in the end
+    score: Tensor  # [B, H, stay], what these are worth
 
 
 def rows_at(x: Tensor, at: Tensor) -> Tensor:
@@ -82,16 +83,16 @@ def _select(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def places_that_stay(
-    number: Tensor, received: Tensor, ends: Tensor, stay: int, first: int, window: int
+    number: Tensor, score: Tensor, ends: Tensor, stay: int, first: int, window: int
 ) -> Tensor:
     """Places [B, H, stay] of the entries that stay after a block.
 
-    If the block is complete, these are the first tokens, of the others those that received most attention, and the
-    window, which is the last entries. Otherwise they are the entries that were held before the block.
+    If the block is complete, these are the first tokens, of the others those that are worth most, and the window, which
+    is the last entries. Otherwise they are the entries that were held before the block.
 
     Args:
         number: [B, H, n], numbers of the tokens of the entries, from 1; 0: no token.
-        received: [B, H, n], the attention that they have received.
+        score: [B, H, n], what they are worth.
         ends: [B or 1, 1, 1] bool, whether the block is complete.
         stay: how many entries stay.
         first: how many first tokens always stay.
@@ -100,84 +101,93 @@ def places_that_stay(
     places = torch.arange(number.shape[2], device=number.device)
     older, newer = places.tensor_split([number.shape[2] - window])
     number = number[:, :, : len(older)]
-    received = received[:, :, : len(older)]
+    score = score[:, :, : len(older)]
     is_first = (number > 0) & (number <= first)
-    rank = received.masked_fill(number == 0, -1).masked_fill(is_first, torch.inf)
+    rank = score.masked_fill(number == 0, -1).masked_fill(is_first, torch.inf)
     ranked = rank.sort(dim=-1, descending=True, stable=True).indices
     best = ranked[..., : stay - window].sort(-1).values
     return torch.where(ends, torch.cat([best, newer.expand(*best.shape[:2], -1)], 2), places[:stay])
 
 
 def retained_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    number: Tensor,
-    received: Tensor,
-    query_mask: Tensor,
-    block: int,
-    first: int,
-    window: int,
-    decay: float,
-    scale: float,
-    softcap: float,
-    gates: GateChannels | None,
-    needs_mass: bool,
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, score: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """See the package; a softcap of 0 is none."""
     if varies(q.shape[1]):
-        options = block, first, window, decay, scale, softcap, gates, needs_mass
-        return _in_pieces(q, k, v, number, received, query_mask, *options)
-    rule = Rule(block, first, window, decay, scale, softcap, gates, needs_mass)
+        return _in_pieces(q, k, v, number, score, rule)
     keys, values = (x.to(q.dtype) for x in (k, v))
-    given = _by_block(q, k.shape[1], block), keys, values, number, received, query_mask
-    o, (mass, held, received) = _read(*given, rule)
-    return _by_token(o, block), None if mass is None else _by_token(mass, block), held, received
+    given = _by_block(q, k.shape[1], rule.block), keys, values, number, score
+    o, (mass, held, score) = _read(*given, rule)
+    mass = None if mass is None else _by_token(mass, rule.block)
+    return _by_token(o, rule.block), mass, held, score
 
 
 def _in_pieces(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    number: Tensor,
-    received: Tensor,
-    query_mask: Tensor,
-    block: int,
-    *options: Any,
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, score: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """The same in a graph for any number of tokens: a loop over blocks, each after the entries that are held then."""
     stay = int(k.shape[2] - q.shape[1])
     place = torch.arange(k.shape[2], device=k.device).expand_as(number)
-    entries = k, v, number, received, place
+    entries = k, v, number, place
 
-    def piece(held: tuple, rows: tuple) -> tuple[list[Tensor], tuple]:
-        q, query_mask, *new = rows
+    def piece(before: tuple, rows: tuple) -> tuple[list[Tensor], tuple]:
+        q, *new = rows
+        *held, score = before
         joined = [torch.cat([x, y.transpose(1, 2)], 2) for x, y in zip(held, new)]
-        k, v, number, received, place = joined
-        o, mass, order, received = retained_attention(
-            q, k, v, number, received, query_mask, block, *options
-        )
-        of_tokens = [received[:, :, stay:].transpose(1, 2)]
-        k, v, number = (rows_at(x, order) for x in joined[:3])
-        after = k, v, number, received[:, :, :stay], place.gather(2, order)
-        return [o, *of_tokens] if mass is None else [o, *of_tokens, mass], after
+        *of_block, place = joined
+        o, mass, order, score = retained_attention(q, *of_block, score, rule)
+        after = *(rows_at(x, order) for x in of_block), place.gather(2, order), score
+        return [o] if mass is None else [o, mass], after
 
     new = [x[:, :, stay:].transpose(1, 2) for x in entries]
-    (o, of_tokens, *mass), held = in_pieces(
-        piece, block, tuple(x[:, :, :stay] for x in entries), (q, query_mask, *new)
-    )
-    received = torch.cat([held[3], of_tokens.transpose(1, 2)], 2)
-    return o, mass[0] if mass else None, held[4], received
+    held = *(x[:, :, :stay] for x in entries), score
+    (o, *mass), (*_, place, score) = in_pieces(piece, rule.block, held, (q, *new))
+    return o, mass[0] if mass else None, place, score
+
+
+def retained_places(
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, score: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Places [B, H, blocks + 1, stay] of the entries before each block, and what those in the end are worth."""
+    q = _by_block(q, k.shape[1], rule.block)
+    read = _read_blocks(q, k.to(q.dtype), v.to(q.dtype), number, score, rule)
+    return torch.stack(read.held, 2).int(), read.score
+
+
+def score_after(
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, score: Tensor, rule: Rule
+) -> Tensor:
+    """What entries are worth after a block, which is complete, [B, H, n].
+
+    Args:
+        q: queries [B, H, G * c, D] of the block, those of a query head in turn.
+        k: keys [B, H, n, D] of the entries, the last c of which are the block.
+        v: their values [B, H, n, V].
+        number: [B, H, n], see `retained_attention`.
+        score: [B, H, n], what they were worth before; 0 for the block.
+        rule: how blocks are read.
+    """
+    c = rule.block
+    later = F.pad(score.new_full((c, c), -torch.inf).triu(1), (k.shape[2] - c, 0))
+    p = _scores(q, k, number, later, rule).softmax(-1)
+    return rule.policy(_block(q, k, v, number, score, p, p.to(v.dtype) @ v, c))
+
+
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, score: Tensor, p: Tensor, o: Tensor, c: int
+) -> Block:
+    of_queries = (x.unflatten(2, (-1, c)) for x in (p, o))
+    return Block(q.unflatten(2, (-1, c)), k, v, number, score, *of_queries)
 
 
 @with_bfloat16_products
 def _read(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, tuple]:
-    """Outputs of queries [blocks, B, H, G * c, D]; and their mass, the places held in the end, received attention."""
+    """Outputs of queries [blocks, B, H, G * c, D]; their mass, the places held in the end, and what these are worth."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         o, *more = _WithGradients.apply(q, k, v, *others)
         return o, tuple(more)
     read = _read_blocks(q, k, v, *others)
-    return read.o, (read.mass, read.held, read.received)
+    return read.o, (read.mass, read.held[-1], read.score)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -188,13 +198,14 @@ class _WithGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, number, received, query_mask, rule):
+    def forward(ctx, q, k, v, number, score, rule):
         with _threads(q, k, rule):
-            read = _read_blocks(q, k, v, number, received, query_mask, rule, learns=True)
+            read = _read_blocks(q, k, v, number, score, rule, learns=True)
         ctx.save_for_backward(q, k, v, read.o, read.weights, read.places)
         ctx.rule = rule
-        ctx.mark_non_differentiable(read.held, read.received)
-        return read.o, read.mass, read.held, read.received
+        held = read.held[-1]
+        ctx.mark_non_differentiable(held, read.score)
+        return read.o, read.mass, held, read.score
 
     @staticmethod
     @first_derivatives_only
@@ -202,7 +213,7 @@ class _WithGradients(torch.autograd.Function):
         q, k, *others = ctx.saved_tensors
         with _threads(q, k, ctx.rule):
             gradients = _gradients(q, k, *others, do, dmass, ctx.rule)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
 
 
 def _threads(q: Tensor, k: Tensor, rule: Rule) -> AbstractContextManager[None]:
@@ -251,8 +262,7 @@ def _read_blocks(
     k: Tensor,
     v: Tensor,
     number: Tensor,
-    received: Tensor,
-    query_mask: Tensor,
+    score: Tensor,
     rule: Rule,
     learns: bool = False,
 ) -> Read:
@@ -262,40 +272,37 @@ def _read_blocks(
     blocks, _, _, queries, _ = q.shape
     stay = entries - blocks * c
     places = torch.arange(entries, device=q.device).expand(B, H, -1)
-    sizes = [stay, *[c] * blocks]
-    held, *new_places = places.split(sizes, 2)
-    u, *new_received = received.split(sizes, 2)
-    later = F.pad(u.new_full((c, c), -torch.inf).triu(1), (stay, 0))
-    counts = query_mask.unflatten(1, (-1, c)).transpose(0, 1)[:, :, None, None]
-    counts = counts.repeat(1, 1, 1, 1, queries // c)
-    decays = rule.decay ** counts[..., :1]
+    first_held, *new_places = places.split([stay, *[c] * blocks], 2)
+    held = [first_held]
+    of_new = score.new_zeros(B, H, c)
+    later = F.pad(score.new_full((c, c), -torch.inf).triu(1), (stay, 0))
     first_rows = _first_rows(k)
     outputs = []
     shape = blocks, B, H, queries, stay + c
     weights = v.new_empty(shape) if learns else None
     seen = number.new_empty(blocks, B, H, stay + c, dtype=torch.int32) if learns else None
-    received_by_blocks = []
     for n in range(blocks):
-        at = torch.cat([held, new_places[n]], 2)
-        u = torch.cat([u, new_received[n]], 2)
+        at = torch.cat([held[-1], new_places[n]], 2)
         rows = at + first_rows
         token = number.gather(2, at)
-        scores = _scores(q[n], _select(k, rows), token, later, rule)
+        keys = _select(k, rows)
+        values = _select(v, rows)
+        scores = _scores(q[n], keys, token, later, rule)
         p = scores.softmax(-1)
         if seen is not None:
             seen[n] = at
         rounded = p.to(v.dtype) if weights is None else weights[n].copy_(p)
-        o = rounded @ _select(v, rows)
+        o = rounded @ values
         outputs.append([o, scores.logsumexp(-1)] if rule.needs_mass else [o])
-        u = decays[n, :, :, 0] * u + (counts[n] @ p).squeeze(2)
-        received_by_blocks.append(u[:, :, stay:])
+        before = torch.cat([score, of_new], 2)
+        now = rule.policy(_block(q[n], keys, values, token, before, p, o, c))
         ends = token[:, :1, -1:] > 0
-        order = places_that_stay(token, u, ends, stay, rule.first, rule.window)
-        held = at.gather(2, order)
-        u = u.gather(2, order)
+        worth = torch.where(ends, now, before)
+        order = places_that_stay(token, worth, ends, stay, rule.first, rule.window)
+        held.append(at.gather(2, order))
+        score = worth.gather(2, order)
     o, *mass = (torch.stack(x) for x in zip(*outputs))
-    received = torch.cat([u, *received_by_blocks], 2)
-    return Read(o, mass[0] if mass else None, weights, seen, held, received)
+    return Read(o, mass[0] if mass else None, weights, seen, held, score)
 
 
 def _by_block(q: Tensor, H: int, block: int) -> Tensor:

@@ -102,8 +102,8 @@ def _entries_of(given, row, n, meta: tl.constexpr):
 
 
 @triton.jit
-def _decide_kernel(given, received, query_mask, decay, meta: tl.constexpr):
-    """Places of the entries before each block, and the attention that they have received."""
+def _decide_kernel(given, score, decay, meta: tl.constexpr):
+    """Places of the entries before each block, and the moving average of the attention that they receive."""
     D: tl.constexpr = meta.D
     C: tl.constexpr = meta.C
     STAY: tl.constexpr = meta.STAY
@@ -116,17 +116,16 @@ def _decide_kernel(given, received, query_mask, decay, meta: tl.constexpr):
     tokens = given.blocks * C
     entries = row * (STAY + given.blocks * C)
     number = given.number + entries
-    received = received + entries
+    score = score + row * STAY
     places = given.places + row * (given.blocks + 1) * STAY
-    query_mask += row // meta.H * tokens
     tl.store(places + i, i, mask=is_held)
     for n in range(given.blocks):
         tl.debug_barrier()  # what the last round has stored is there
         block = tl.cast(n, tl.int64)
         start = block * C
         at, token = _entries_of(given, row, block, meta)
-        u = tl.load(received + tl.where(is_held, i, start + i), mask=is_entry, other=0.0)
-        u *= tl.where(tl.load(query_mask + start) > 0, decay, 1.0)
+        before = tl.load(score + i, mask=is_held, other=0.0)
+        u = decay * before
         keys = _tile_rows(given.k + entries * D, at, d, D, is_entry)
         for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
             place, at_query, is_query = _queries(row, start, part, tokens, meta)
@@ -136,7 +135,7 @@ def _decide_kernel(given, received, query_mask, decay, meta: tl.constexpr):
                 _seen(token, i, place, meta), _capped(s, given.softcap, meta), float("-inf")
             )
             p = tl.exp(s - tl.max(s, 1)[:, None])
-            counts = tl.load(query_mask + start + place, mask=is_query, other=0.0) / tl.sum(p, 1)
+            counts = tl.where(is_query, 1 / tl.sum(p, 1), 0.0)
             u += tl.sum(p * counts[:, None], 0)
         value = tl.where(token == 0, -1.0, tl.where(token <= meta.FIRST, float("inf"), u))
         value = tl.where(is_older, value, float("-inf"))
@@ -149,9 +148,9 @@ def _decide_kernel(given, received, query_mask, decay, meta: tl.constexpr):
         is_full = tl.load(number + STAY + start + C - 1) > 0  # else all that are held stay
         stays = tl.where(is_full, stays, is_held)
         to = tl.cumsum(tl.cast(stays, tl.int32), 0) - 1
+        u = tl.where(is_full, u, before)
         tl.debug_barrier()  # all have read what is replaced
-        tl.store(received + start + i, u, mask=is_entry & ~is_held)
-        tl.store(received + to, u, mask=stays)
+        tl.store(score + to, u, mask=stays)
         tl.store(places + (block + 1) * STAY + to, tl.cast(at, tl.int32), mask=stays)
 
 
@@ -264,8 +263,7 @@ def retained_places(
     q: Tensor,
     k: Tensor,
     number: Tensor,
-    received: Tensor,
-    query_mask: Tensor,
+    score: Tensor,
     block: int,
     first: int,
     window: int,
@@ -273,25 +271,23 @@ def retained_places(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Places [B, H, blocks + 1, stay] and received attention [B, H, stay + T], see the package; no cap is 0."""
+    """Places [B, H, blocks + 1, stay] and received attention [B, H, stay], see the package; no cap is 0."""
     B, T = q.shape[:2]
     H, entries = k.shape[1:3]
-    q, k, number, query_mask = contiguous(q, k, number, query_mask)
-    received = received.clone(memory_format=torch.contiguous_format)
+    q, k, number = contiguous(q, k, number)
+    score = score.clone(memory_format=torch.contiguous_format)
     places = number.new_empty(B, H, T // block + 1, entries - T)
     given = Given(q, k, None, number, places, T // block, scale, softcap)
     meta = _meta(q, k, block, entries - T, first, window, softcap)
-    launcher(_decide_kernel, (B * H,))(
-        given, received, query_mask, decay, meta=meta, num_warps=8, num_stages=1
-    )
-    return places, received
+    launcher(_decide_kernel, (B * H,))(given, score, decay, meta=meta, num_warps=8, num_stages=1)
+    return places, score
 
 
 @retained_places.register_fake
-def _(q, k, number, received, query_mask, block, first, window, decay, scale, softcap):
+def _(q, k, number, score, block, first, window, decay, scale, softcap):
     B, T = q.shape[:2]
     H, entries = k.shape[1:3]
-    return number.new_empty(B, H, T // block + 1, entries - T), torch.empty_like(received)
+    return number.new_empty(B, H, T // block + 1, entries - T), torch.empty_like(score)
 
 
 @torch.library.custom_op("hf_memory::retained_attention", mutates_args=())

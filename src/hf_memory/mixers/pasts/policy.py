@@ -1,0 +1,30 @@
+"""Which tokens stay beside a window: eviction policies by name, those of this package and those of users.
+
+A policy is one function of a block of tokens and of what its queries saw; see `hf_memory.ops.kv_eviction.Block`.
+"""
+
+from hf_memory.ops.kv_eviction import EvictionPolicy, received_attention
+
+POLICIES: dict[str, EvictionPolicy] = {"received_attention": received_attention}
+
+
+def register_eviction(name: str, policy: EvictionPolicy) -> None:
+    """Let `eviction=name` in a config choose which tokens its layers keep.
+
+    A saved model names its policy, not its code, so the file that registers a policy must be imported before such a
+    model is loaded.
+
+    Args:
+        name: the name of the policy, which no other policy has.
+        policy: a function of a `Block`, which returns what each of its entries is worth, [B, H, n]. Those that are worth
+            most stay. It gets no gradients, and is called once for each block, whatever calls its tokens came in.
+
+    Raises:
+        ValueError: if the name is taken, or `policy` is no function.
+    """
+    if not callable(policy):
+        raise ValueError(f"policy must be a function of a Block, got {policy!r}")
+    known = POLICIES.get(name, policy)
+    if getattr(known, "__qualname__", known) != getattr(policy, "__qualname__", policy):
+        raise ValueError(f"name must be one that no eviction policy has, got {name!r}")
+    POLICIES[name] = policy

@@ -1,0 +1,39 @@
+"""Eviction policies: what each says how much an entry of a block is worth, of which the best stay."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+DECAY = 0.8  # of what an entry was worth, for each block
+
+
+@dataclass
+class Block:
+    """A block of c tokens that is complete, and what its queries saw: n entries, of which the last c are the block.
+
+    Attributes:
+        queries: [B, H, G, c, D], the G queries of each head of keys at each token of the block.
+        keys: [B, H, n, D].
+        values: [B, H, n, V].
+        number: [B, H, n] int32, of the token in its sequence, from 1; 0: there is no token.
+        score: [B, H, n] float32, what the entries were worth before; 0 for the tokens of the block.
+        weights: [B, H, G, c, n] float32, the attention of the queries; 0 for what a query does not see.
+        outputs: [B, H, G, c, V] of the queries, sums of values with these weights.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    number: Tensor
+    score: Tensor
+    weights: Tensor
+    outputs: Tensor
+
+
+EvictionPolicy = Callable[[Block], Tensor]  # of a block: what its entries are worth now, [B, H, n]
+
+
+def received_attention(block: Block) -> Tensor:
+    """A moving average of the attention that an entry receives: u <- 0.8 u + sum_i p_ij, over the block's queries."""
+    return DECAY * block.score + block.weights.sum((2, 3))
