@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from comparing import assert_close
 from hf_memory.mixers.attention_blocks import Columns, Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import Window, window_attention
+from hf_memory.mixers.pasts import New, Window, window_attention
 from hf_memory.ops import masks
 
 SCALING = 0.5
@@ -22,9 +22,10 @@ def make(T=23, B=2, seed=0):
 
 
 def attend(q, k, v, states=None, window=5, softcap=None, mask=None, cu_seqlens=None, **options):
-    seen = Window(masks.causal & masks.window(window), window)
+    seen = Window.of_last(window)
     context = Context(None, mask, cu_seqlens, states or {})
-    return window_attention(q, k, v, context, seen, Scores(SCALING, softcap), **options)
+    new = New.of(k, v, seen.kind, context)
+    return window_attention(q, new, context, seen, Scores(SCALING, softcap), **options)
 
 
 def expected(q, k, v, window=5):
@@ -52,8 +53,9 @@ def test_parts_with_a_state_equal_the_whole(parts):
         o, states = attend(*part, states)
         outputs.append(o)
     assert_close(torch.cat(outputs, 1), expected(*inputs))
-    assert states["keys"].shape == (2, 4, 2, 6)
-    assert_close(states["keys"], inputs[1][:, -4:])
+    last = torch.arange(18, 23)
+    assert states["keys"].shape == (2, 5, 2, 6)
+    assert_close(states["keys"][:, last % 5], inputs[1][:, last])
 
 
 @pytest.mark.parametrize("length", [22, 4, 1])
