@@ -767,7 +767,7 @@ def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[
 
 
 def _check_rows(layer: Any, new: Tensor) -> None:
-    """Raise ValueError if a layer that is not empty holds keys of other heads or channels than new ones [B, H, T, D]."""
+    """Raise ValueError if a layer holds keys of other heads or channels than new ones [B, H, T, D]."""
     held = layer.keys
     bits = getattr(layer, "rows", PLAIN).key_bits
     channels = new.shape[3] if bits is None else packed_bytes(new.shape[3], bits)

@@ -224,8 +224,8 @@ class MemoryModel(MemoryPreTrainedModel):
     def __init__(self, config: MemoryConfig):
         config.validate_architecture()  # again, since from_pretrained sets options of a config that was checked
         config.validate()
-        config.checked_bits(config.cache_bits)
         super().__init__(config)
+        self._check_bits()
         check_room(config, *self._parts(config))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(
@@ -285,6 +285,8 @@ class MemoryModel(MemoryPreTrainedModel):
         Raises:
             ValueError: if an argument has a wrong shape, or contradicts another.
         """
+        if self.config.cache_bits != self.checked_bits:
+            self._check_bits()
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if cache is not None:
             self._check_cache(cache, inputs_embeds.shape[0])
@@ -341,6 +343,11 @@ class MemoryModel(MemoryPreTrainedModel):
             cache if use_cache else None,
             **_own_losses(of_tokens, is_token(attention_mask, inputs_embeds.shape[1])),
         )
+
+    def _check_bits(self) -> None:
+        """Refuse bits that caches of this model cannot have, since a dict in the config can be changed in place."""
+        self.config.checked_bits(self.config.cache_bits)
+        self.checked_bits = copy.deepcopy(self.config.cache_bits)
 
     def _check_cache(self, cache: Any, rows: int) -> None:
         """Raise ValueError unless a cache is empty, or was filled by this model with so many rows."""

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, get_args
 
+from huggingface_hub import dataclasses
 from huggingface_hub.dataclasses import type_validator
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import GenerationConfig
@@ -99,6 +100,25 @@ ELSEWHERE = {  # names of fields in other libraries
 }
 
 
+def strict(config: type) -> type:
+    """A class of configs whose fields are checked when they are set, as `strict` of huggingface_hub checks them.
+
+    A value of a wrong type raises ValueError, as every other value that is refused does.
+    """
+    config = dataclasses.strict(config)
+    set_checked = config.__setattr__
+
+    def set_field(self: Any, name: str, value: Any) -> None:
+        try:
+            set_checked(self, name, value)
+        except StrictDataclassFieldValidationError as error:
+            expected = config.__dataclass_fields__[name].type  # type: ignore[attr-defined]
+            raise ValueError(f"{name} must be {_words(expected)}, got {value!r}") from error
+
+    config.__setattr__ = set_field  # type: ignore[method-assign, assignment]
+    return config
+
+
 def check(is_right: bool, name: str, expected: str, given: Any) -> None:
     """Raise ValueError that says what was expected of a field and what was given, unless it is right."""
     if not is_right:
@@ -112,8 +132,11 @@ def check_type(name: str, value: Any, expected: Any) -> None:
     try:
         type_validator(name, value, expected)
     except (TypeError, StrictDataclassFieldValidationError) as error:
-        words = expected.__name__ if isinstance(expected, type) else str(expected)
-        raise ValueError(f"{name} must be {words}, got {value!r}") from error
+        raise ValueError(f"{name} must be {_words(expected)}, got {value!r}") from error
+
+
+def _words(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def check_values(config, here: str, **values: Any) -> None:

@@ -4,7 +4,6 @@ import copy
 from dataclasses import fields
 from typing import Any, Self
 
-from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RopeParameters
@@ -21,6 +20,7 @@ from hf_memory.modeling.checks import (
     check_numbers,
     check_rope,
     check_word,
+    strict,
     warn_unknown,
 )
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
@@ -70,12 +70,14 @@ class MemoryConfig(
         memory_rope (`bool`, defaults to `False`): rotate queries and keys in memory layers too, not only in attention.
         mixer_backend (`str`, defaults to `"auto"`): backend of the memory's op: `"auto"`, `"reference"`, `"chunk"` or
             `"triton"`. Their results differ only by rounding.
-        cache_bits (`int` or `dict[str, int]`, *optional*): bits of each number of keys and values in the cache, 8 or 4,
-            with scales beside them; default: all bits of the model's dtype. A number is for all keys and values of
-            tokens, and refused if some cannot have it; a dict has those of some kinds: `"full_attention_heads"`;
-            `"window"`: first tokens, window and kept tokens of the other heads; `"attention"`: layers of attention;
-            `"memory"`: memory layers with keys and values of tokens; `"recurrent_states"`: matrices of memory layers,
-            16 (bfloat16) or 8 in place of float32, rounded at the end of each call. Other states keep their bits.
+        cache_bits (`int` or `dict`, *optional*): bits of each number of keys and values in new caches, 8 or 4, with
+            scales beside them; default: all bits of the model's dtype. A cache goes on in the bits in which it began. A
+            number is for all keys and values of tokens, and refused if some cannot have it; a dict has those of some
+            kinds: `"full_attention_heads"`; `"window"`: first tokens, window and kept tokens of the other heads;
+            `"attention"`: layers of attention; `"memory"`: memory layers with keys and values of tokens, but for the
+            corrected values of DeltaFormer. Of each kind keys and values can have bits of their own:
+            `{"window": {"keys": 8, "values": 4}}`. `"recurrent_states"`: matrices of memory layers, 16 (bfloat16) or 8
+            in place of float32, rounded at the end of each call. Other states keep their bits.
     """
 
     model_type = "hf_memory"
@@ -126,7 +128,7 @@ class MemoryConfig(
     layer_types: list[str] | None = None  # type: ignore[assignment]
     memory_rope: bool = False
     mixer_backend: str = "auto"
-    cache_bits: int | dict[str, int] | None = None
+    cache_bits: int | dict[str, int | dict[str, int]] | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -138,17 +140,33 @@ class MemoryConfig(
         super().__post_init__(**kwargs)
         self.fill_local_rope()
         self.__dict__["_derived"] = derived
-        self.validate_architecture()  # here, since an error in a validator of `strict` is no ValueError
+        self.validate_architecture()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field; fields that were not given and whose default depends on it follow, as if it had been given."""
-        super().__setattr__(name, value)
-        if name in self.__dataclass_fields__ and "_derived" in self.__dict__:
-            before = self.__dict__.pop("_derived")
-            check_numbers(self.numbers)
-            self.__dict__["_derived"] = self._derive(
-                {key: x for key, x in before.items() if key != name}
-            )
+        """Set a field; fields that were not given and whose default depends on it follow, as if it had been given.
+
+        A value that is refused leaves the config as it was.
+        """
+        if name not in self.__dataclass_fields__ or "_derived" not in self.__dict__:
+            super().__setattr__(name, value)
+            return
+        before = dict(self.__dict__)
+        try:
+            super().__setattr__(name, value)
+            self._derive_again(name)
+            if name == "cache_bits":
+                self.checked_bits(value)
+        except Exception:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
+
+    def _derive_again(self, name: str) -> None:
+        """Derive what depends on a field that was assigned."""
+        before = self.__dict__.pop("_derived")
+        check_numbers(self.numbers)
+        known = {key: x for key, x in before.items() if key != name}
+        self.__dict__["_derived"] = self._derive(known)
 
     def settled(self) -> Self:
         """A copy in which all options count as given, so that assigning one of them changes no other."""

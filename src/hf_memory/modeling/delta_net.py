@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from huggingface_hub.dataclasses import strict
-
 from hf_memory.mixers.delta_net import DeltaNetMixer
 from hf_memory.mixers.far_memory import DeltaSlots
 from hf_memory.mixers.variants.delta_rules import (
@@ -14,7 +12,7 @@ from hf_memory.mixers.variants.delta_rules import (
 )
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_gate
+from hf_memory.modeling.checks import check, check_gate, strict
 from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
 
 MIXERS = {

@@ -2,11 +2,9 @@
 
 https://arxiv.org/abs/2505.19488."""
 
-from huggingface_hub.dataclasses import strict
-
 from hf_memory.mixers.deltaformer import DeltaFormerMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check_values, check_word
+from hf_memory.modeling.checks import check_values, check_word, strict
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.deltaformer import BETA_MODES, KERNELS
 

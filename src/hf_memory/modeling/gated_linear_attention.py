@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-from huggingface_hub.dataclasses import strict
-
 from hf_memory.mixers.far_memory import DecayedSlots
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
 from hf_memory.mixers.mamba import MambaMixer
@@ -12,7 +10,7 @@ from hf_memory.mixers.variants.mamba3 import Mamba3Mixer
 from hf_memory.mixers.variants.ridge_regression import KalmanMixer, MesaMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_gate, check_values
+from hf_memory.modeling.checks import check, check_gate, check_values, strict
 from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
 
 MIXERS = {

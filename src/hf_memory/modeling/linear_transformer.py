@@ -1,12 +1,10 @@
 """Linear Transformer: attention with a feature map in place of softmax. https://arxiv.org/abs/2006.16236."""
 
-from huggingface_hub.dataclasses import strict
-
 from hf_memory.mixers.far_memory import SlotMemory
 from hf_memory.mixers.linear_attention import LinearAttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_word
+from hf_memory.modeling.checks import check, check_word, strict
 from hf_memory.modeling.configuration import MemoryConfig, of_mixers
 from hf_memory.ops.feature_maps import FEATURE_MAPS, RANDOM_FEATURE_MAPS
 

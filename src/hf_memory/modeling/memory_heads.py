@@ -2,11 +2,10 @@
 
 import warnings
 
-from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from hf_memory.mixers.base import MemoryMixer
-from hf_memory.modeling.checks import check, check_values, check_word
+from hf_memory.modeling.checks import check, check_values, check_word, strict
 from hf_memory.modeling.configuration import MemoryConfig, of_mixers
 
 

@@ -1,10 +1,8 @@
 """Memory Mosaics: https://arxiv.org/abs/2405.06394."""
 
-from huggingface_hub.dataclasses import strict
-
 from hf_memory.mixers.memory_mosaic import MemoryMosaicMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check
+from hf_memory.modeling.checks import check, strict
 from hf_memory.modeling.configuration import of_mixers
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 

@@ -1,12 +1,11 @@
 """RWKV-7, "Goose": https://arxiv.org/abs/2503.14456."""
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from hf_memory.mixers.rwkv7 import Rwkv7Mixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check_values
+from hf_memory.modeling.checks import check_values, strict
 from hf_memory.modeling.configuration import of_mixers
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 

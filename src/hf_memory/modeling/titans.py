@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from huggingface_hub.dataclasses import strict
-
 from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
 from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
@@ -12,7 +10,7 @@ from hf_memory.mixers.variants.atlas import AtlasMixer
 from hf_memory.mixers.variants.large_chunk import LargeChunkMixer
 from hf_memory.mixers.variants.miras import MirasMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_values, check_word
+from hf_memory.modeling.checks import check, check_values, check_word, strict
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 from hf_memory.ops.neural_memory import Learning
 

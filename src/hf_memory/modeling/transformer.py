@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -16,7 +15,14 @@ from hf_memory.mixers.transformer.relations import EMBEDDED, POSITIONS, RELATION
 from hf_memory.mixers.transformer.slots import COMPRESSIONS
 from hf_memory.mixers.transformer.store import JOINS
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_each, check_numbers, check_values, check_word
+from hf_memory.modeling.checks import (
+    check,
+    check_each,
+    check_numbers,
+    check_values,
+    check_word,
+    strict,
+)
 from hf_memory.modeling.configuration import MemoryConfig, of_mixers
 from hf_memory.modeling.depth import (
     DEPTHS,

@@ -1,8 +1,6 @@
 """Config of families whose mixer is a whole layer, with its own norms and feed-forward part."""
 
-from huggingface_hub.dataclasses import strict
-
-from hf_memory.modeling.checks import check_values
+from hf_memory.modeling.checks import check_values, strict
 from hf_memory.modeling.configuration import MemoryConfig
 
 

@@ -18,6 +18,8 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from hf_memory.cache import (
     DynamicLayerInBits as LayerInBits,
+)
+from hf_memory.cache import (
     MemoryLayer,
     Spec,
     State,

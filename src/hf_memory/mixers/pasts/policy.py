@@ -16,7 +16,7 @@ def register_eviction(name: str, policy: EvictionPolicy) -> None:
 
     Args:
         name: the name of the policy, which no other policy has.
-        policy: a function of a `Block`, which returns what each of its entries is worth, [B, H, n]. Those that are worth
+        policy: a function of a `Block`, which returns what each entry is worth, [B, H, n]. Those that are worth
             most stay. It gets no gradients, and is called once for each block, whatever calls its tokens came in.
 
     Raises:
