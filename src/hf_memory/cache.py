@@ -633,20 +633,19 @@ def hold_a_memory(cache: Cache, layer_idx: int) -> None:
 
 
 def hold_in_bits(cache: Cache, layer_idx: int, bits: int) -> None:
-    """Replace an empty layer of keys and values of a DynamicCache by one in few bits.
+    """Replace an empty layer of keys and values of a DynamicCache by one in few bits; others go on as they are.
 
     Raises:
-        ValueError: if it is not empty, or not of a DynamicCache, or in other bits.
+        ValueError: if it is not of a DynamicCache.
     """
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if getattr(layer, "bits", None) == bits:
-        return
-    if type(layer) is not DynamicLayer or layer.is_initialized:
+    if not isinstance(layer, DynamicLayer):
         raise ValueError(
-            f"cache must be an empty DynamicCache(config=model.config), or one with keys and values in {bits} bits, as "
-            f"cache_bits of use_memory_ops says, got {cache}"
+            "cache must be a DynamicCache(config=model.config) with cache_bits of use_memory_ops, got "
+            f"{cache}"
         )
-    cache.layers[layer_idx] = LayerInBits(bits)
+    if type(layer) is DynamicLayer and not layer.is_initialized:
+        cache.layers[layer_idx] = LayerInBits(bits)
 
 
 def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

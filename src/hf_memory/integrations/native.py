@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
 
-from hf_memory.cache import State, States, hold_a_memory, hold_in_bits
+from hf_memory.cache import Spec, State, States, hold_a_memory, hold_in_bits
 from hf_memory.cache_argument import CACHE, NAMES, named_cache
 from hf_memory.layers import causal_convolution, unit_length, upcast
 from hf_memory.mixers.base import RECURRENT, Context, MemoryMixer
@@ -52,14 +52,15 @@ class NativeMixer(MemoryMixer):
     cache_bits: Any  # see `use_memory_ops`
 
     def declare(self) -> None:
-        """Declare the states: the last inputs of the convolution, and a matrix for each head."""
+        """Declare the states in the bits that new caches have."""
+        self.spec = self.states(bits_by_kind(self.cache_bits, RECURRENT))
+
+    def states(self, bits: int | None) -> Spec:
+        """The last inputs of the convolution, and a matrix for each head in some bits, or in all."""
         _, value_heads, K, V = self.sizes
         channels, _, kernel_size = self.conv1d.weight.shape
         memory = State((value_heads, K, V), is_recurrent=True)
-        self.spec = {
-            "conv": State((kernel_size - 1, channels), None),
-            "memory": memory.rounded(bits_by_kind(self.cache_bits, RECURRENT)),
-        }
+        return {"conv": State((kernel_size - 1, channels), None), "memory": memory.rounded(bits)}
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """How to copy or pickle an instance, whose class has no name in a module."""

@@ -141,7 +141,8 @@ class WindowedMixer(MemoryMixer):
                 spec |= config.far_memory.state_spec(config, heads)
                 kept = config.num_sink_tokens + config.sliding_window
                 spec["slot_gates"] = State((kept, heads, config.far_memory.num_gates))
-                spec["slot_angles"] = State((kept, config.rotating_channels(layer_idx)), None)
+                if channels := config.rotating_channels(layer_idx):
+                    spec["slot_angles"] = State((kept, channels), None)
         if full and config.full_attention_window is not None:
             spec |= _full_past(config, layer_idx).spec(full, D)
         elif full:
