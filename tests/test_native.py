@@ -19,12 +19,13 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    StaticCache,
 )
 
 from cases import CASE, go_on, make_model, random_tokens
 from comparing import assert_close
 from hf_memory import load_memory, save_memory, use_memory_ops
-from hf_memory.cache import MemoryLayer
+from hf_memory.cache import MemoryLayer, state_bytes
 from hf_memory.cache_argument import CACHE, cache_of
 
 SIZES = {
@@ -284,18 +285,40 @@ def test_few_bits_change_logits_a_little_and_caches_are_undone_and_saved(kind, t
     assert cache.layers[1].keys.dtype == torch.uint8
     loaded = load_memory(tmp_path / "memory", model)
     assert_close(loaded.layers[1].keys, cache.layers[1].keys[:, :, :8])
-    with pytest.raises(ValueError, match="cache_bits"):
-        load_memory(tmp_path / "memory", use_memory_ops(model))
+    loaded = load_memory(tmp_path / "memory", use_memory_ops(model))
+    assert loaded.layers[0].states["memory"].dtype == torch.bfloat16
+    assert_close(loaded.layers[1].keys, cache.layers[1].keys[:, :, :8])
+
+
+@pytest.mark.parametrize("bits", [8, 4, {"recurrent_states": 8}, {"recurrent_states": 16}], ids=str)
+@every_kind
+@torch.no_grad()
+def test_a_loaded_memory_in_few_bits_goes_on_as_the_one_that_was_saved(kind, bits, tmp_path):
+    model = use_memory_ops(make(kind), cache_bits=bits)
+    tokens = random_tokens(2, 9)
+    cache = DynamicCache(config=model.config)
+    read(model, tokens[:, :6], cache)
+    save_memory(cache, tmp_path / "memory", model)
+    loaded = load_memory(tmp_path / "memory", model)
+    assert state_bytes(loaded) == state_bytes(cache)
+    for t in range(6, 9):
+        expected = read(model, tokens[:, t : t + 1], cache)
+        assert torch.equal(read(model, tokens[:, t : t + 1], loaded), expected)
+    assert state_bytes(loaded) == state_bytes(cache)
 
 
 @torch.no_grad()
-def test_a_hybrids_caches_in_other_bits_are_refused():
+def test_keys_and_values_of_a_hybrid_stay_in_their_bits_and_a_static_cache_has_none():
     model = use_memory_ops(make("qwen3_5"), cache_bits=8)
-    cache = DynamicCache(config=model.config)
-    read(model, random_tokens(1, 4), cache)
+    tokens = random_tokens(1, 8)
+    whole, cache = (DynamicCache(config=model.config) for _ in range(2))
+    expected = read(model, tokens, whole)
+    first = read(model, tokens[:, :4], cache)
     use_memory_ops(model, cache_bits=4)
-    with pytest.raises(ValueError, match="keys and values in 4 bits"):
-        read(model, random_tokens(1, 4), cache)
+    assert_close(torch.cat([first, read(model, tokens[:, 4:], cache)], 1), expected)
+    static = StaticCache(config=model.config, max_cache_len=9)
+    with pytest.raises(ValueError, match="cache must be a DynamicCache"):
+        read(model, tokens, static)
     with pytest.raises(ValueError, match="a number, or a dict with some of"):
         use_memory_ops(model, cache_bits={"window": 8})
 

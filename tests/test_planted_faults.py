@@ -44,7 +44,7 @@ from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.decoding import datastore
 from hf_memory.evaluation import counts, language, scores, tasks
 from hf_memory.export import exporting
-from hf_memory.files import documents, tokenised
+from hf_memory.files import documents, fingerprints, tokenised
 from hf_memory.integrations import native
 from hf_memory.integrations.vllm import states
 from hf_memory.mixers import base, deltaformer, kv_eviction, memory_as_context, pasts, windowed
@@ -325,6 +325,38 @@ def test_a_forged_state_that_is_believed_is_seen(name, monkeypatch, tmp_path):
     monkeypatch.setattr(memory_file, "state_fault", lambda *args: None)
     with pytest.raises(pytest.fail.Exception):
         test_serving.test_a_forged_memory_is_refused((model, path), name)
+
+
+@pytest.mark.parametrize("switch", test_serving.SWITCHES)
+def test_a_memory_that_knows_no_adapters_is_seen(switch, monkeypatch, tmp_path):
+    monkeypatch.setattr(fingerprints, "running_weights", lambda model: model.state_dict().items())
+    with pytest.raises(pytest.fail.Exception):
+        test_serving.test_a_memory_that_was_read_with_an_adapter_is_refused_with_another(
+            switch, {}, tmp_path
+        )
+
+
+def test_a_memory_that_knows_its_own_version_alone_is_seen(monkeypatch, tmp_path):
+    def all_that_differ(written, config):
+        return [] if written == memory_file._fields(config) else ["something"]
+
+    monkeypatch.setattr(memory_file, "_differing", all_that_differ)
+    with pytest.raises(ValueError, match="config has other something"):
+        test_serving.test_a_memory_of_an_earlier_version_with_fewer_options_is_loaded(
+            CASE["linear-elu"], tmp_path
+        )
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+def test_a_memory_in_the_bits_of_the_model_and_not_of_the_cache_is_seen(
+    kind, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(memory_file, "_held_bits", lambda cache, model: {})
+    for bits in (8, {"recurrent_states": 16}):
+        with pytest.raises((AssertionError, ValueError)):
+            test_native.test_a_loaded_memory_in_few_bits_goes_on_as_the_one_that_was_saved(
+                kind, bits, tmp_path
+            )
 
 
 def test_packing_that_attention_decides_by_itself_is_seen(monkeypatch):

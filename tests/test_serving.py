@@ -10,21 +10,28 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from cases import (
     CASE,
+    CASES,
+    SIZES,
     every_case,
     every_kind_of_cache,
+    family_of,
     generate,
     go_on,
+    make_config,
     make_model,
     random_tokens,
     read,
 )
+from comparing import assert_close
 from hf_memory import load_memory, save_memory
+from hf_memory.cache_argument import cache_of
 from hf_memory.serving import memory_file
 
 
@@ -41,6 +48,184 @@ def test_a_saved_memory_is_what_it_was(case, tmp_path):
     loaded = load_memory(tmp_path / "memory.safetensors", model)
     assert loaded.get_seq_length() == 9
     assert torch.equal(go_on(model, loaded, word), go_on(model, cache, word))
+
+
+@every_case
+def test_a_memory_is_loaded_after_its_model_was_saved_and_loaded(case, tmp_path):
+    model = make_model(case).double()
+    tokens = random_tokens(1, 9)
+    words = random_tokens(1, 3, seed=1)
+    cache = read(model, tokens)
+    save_memory(cache, tmp_path / "memory", model)
+    model.save_pretrained(tmp_path / "model")
+    load_memory(tmp_path / "memory", model)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    loaded = load_memory(tmp_path / "memory", again)
+    assert_close(go_on(again, loaded, words), go_on(model, cache, words))
+
+
+FORMS = {  # of configs that are written otherwise, or leave something out, once they were saved
+    "bits in another order": (
+        "attention-kept",
+        {"cache_bits": {"window": 8, "full_attention_heads": 4}},
+    ),
+    "local angles": ("deltanet-as-in-gemma", {"local_rope_parameters": {"rope_theta": 10}}),
+    "slots that do not rotate": ("linear-window", {"no_rope_layers": [1, 0]}),
+    "slots of another kind": ("deltanet-window", {"no_rope_layers": [0, 0]}),
+    "gated slots": ("gated-window", {"no_rope_layers": [1, 0]}),
+    "kept tokens of one layer": (
+        "transformer-universal",
+        {
+            "pattern": "full",
+            "layer_types": ["sliding_heads"] * 2,
+            "sliding_window": 4,
+            "num_kept_tokens": [3, 2],
+            "full_attention_heads": [[], [1]],
+        },
+    ),
+    "a window of two tokens": ("linear-sliding", {"sliding_window": 2}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_memory_is_loaded_whatever_form_the_config_has(form, tmp_path):
+    name, options = FORMS[form]
+    test_a_saved_memory_is_what_it_was(
+        CASE[name]._replace(options=CASE[name].options | options), tmp_path
+    )
+    test_a_memory_is_loaded_after_its_model_was_saved_and_loaded(
+        CASE[name]._replace(options=CASE[name].options | options), tmp_path
+    )
+
+
+def without(*names):
+    """A change of a file: its config lacks these fields, and has one that a later version dropped."""
+
+    def forge(header, tensors):
+        config = json.loads(header["config"])
+        for name in names:
+            del config[name]
+        header["config"] = json.dumps(config | {"dropped_later": 3})
+
+    return forge
+
+
+@every_kind_of_cache
+def test_a_memory_of_an_earlier_version_with_fewer_options_is_loaded(case, tmp_path):
+    model = make_model(case)
+    save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+    usual = family_of(case).config(vocab_size=SIZES["vocab_size"]).to_dict()
+    added = ["hidden_act", "attention_bias", "mlp_types"]
+    added = [name for name in added if usual[name] == getattr(model.config, name)]
+    assert added
+    rewrite(tmp_path / "memory", without(*added))
+    assert load_memory(tmp_path / "memory", model).get_seq_length() == 9
+
+
+def test_a_memory_of_an_earlier_version_is_refused_where_an_option_is_not_as_usual(tmp_path):
+    model = make_model(CASE["deltanet-as-in-gemma"])
+    save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+    rewrite(tmp_path / "memory", without("residual_multiplier"))
+    with pytest.raises(ValueError, match="whose config has other residual_multiplier"):
+        load_memory(tmp_path / "memory", model)
+
+
+def test_a_memory_of_an_earlier_format_says_what_to_do(memory):
+    model, path = memory
+    rewrite(path, lambda header, tensors: header.update(format="hf_memory memory 2"))
+    with pytest.raises(ValueError, match="read the text again"):
+        load_memory(path, model)
+
+
+@pytest.mark.parametrize("name", ["deltanet", "linear-full", "attention-kept"])
+def test_states_of_a_model_in_float64_are_loaded_in_float64(name, tmp_path):
+    model = make_model(CASE[name]).double()
+    cache = read(model, random_tokens(1, 9))
+    save_memory(cache, tmp_path / "memory", model)
+    loaded = load_memory(tmp_path / "memory", model)
+    words = random_tokens(1, 3, seed=1)
+    assert torch.equal(go_on(model, loaded, words), go_on(model, cache, words))
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    model = make_model(CASE["linear-full"])
+    cache = read(model, random_tokens(1, 9))
+    cache.layers[1].keys[0, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"cache must have a state 1\.keys of finite numbers"):
+        save_memory(cache, tmp_path / "memory", model)
+    assert not [*tmp_path.iterdir()]
+
+
+def adapted(model, names="AB", **options):
+    """A model with adapters of LoRA that change its logits."""
+    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    torch.manual_seed(1)
+    first, *others = names
+    model = get_peft_model(model, config, adapter_name=first)
+    for name in others:
+        model.add_adapter(name, config)
+    return model.eval()
+
+
+SWITCHES = {
+    "another adapter": lambda model: model.set_adapter("B"),
+    "none": lambda model: model.base_model.disable_adapter_layers(),
+    "another scale": lambda model: model.base_model.model.lm_head.set_scale("A", 3.0),
+    "both": lambda model: model.base_model.set_adapter(["A", "B"]),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize(
+    "kind", [{}, {"modules_to_save": ["embed_tokens"]}], ids=["low rank", "whole"]
+)
+def test_a_memory_that_was_read_with_an_adapter_is_refused_with_another(switch, kind, tmp_path):
+    if switch == "both" and kind:
+        kind = {}  # which a module that is trained as a whole cannot have
+    targets = ["q_proj", "v_proj", "lm_head"]
+    model = adapted(make_model(CASE["deltanet"]), target_modules=targets, **kind)
+    model.set_adapter("A")
+    save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+    load_memory(tmp_path / "memory", model)
+    SWITCHES[switch](model)
+    with pytest.raises(
+        ValueError, match=r"of another model or of other weights: .* other adapters"
+    ):
+        load_memory(tmp_path / "memory", model)
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"modules_to_save": ["embed_tokens"]}], ids=["low rank", "whole"]
+)
+def test_a_memory_knows_its_model_with_an_adapter_beside_others_and_by_any_name(kind, tmp_path):
+    plain = make_model(CASE["deltanet"])
+    options = {"target_modules": ["q_proj", "v_proj"], **kind}
+    model = adapted(copy.deepcopy(plain), **options)
+    model.set_adapter("A")
+    save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+    for same in (model, model.get_base_model(), adapted(copy.deepcopy(plain), "C", **options)):
+        assert load_memory(tmp_path / "memory", same).get_seq_length() == 9
+    model.base_model.disable_adapter_layers()
+    save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+    assert load_memory(tmp_path / "memory", plain).get_seq_length() == 9
+
+
+@torch.no_grad()
+def test_a_memory_is_loaded_by_its_model_in_parts_on_a_disk(tmp_path):
+    model = make_model(CASE["linear-full"])
+    model.save_pretrained(tmp_path / "model")
+    save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+    places = {"model.embed_tokens": "disk", "model.layers.0": "disk", "model.layers.1": "cpu"}
+    rest = {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    parts = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places | rest, offload_folder=tmp_path / "offloaded"
+    )
+    words = random_tokens(1, 3, seed=1)
+    loaded = load_memory(tmp_path / "memory", parts)
+    expected = go_on(model, load_memory(tmp_path / "memory", model), words)
+    assert torch.equal(go_on(parts, loaded, words), expected)
+    save_memory(loaded, tmp_path / "again", parts)
+    assert load_memory(tmp_path / "again", model).get_seq_length() == 12
 
 
 def test_a_memory_of_the_model_in_float32_is_one_in_bfloat16(tmp_path):
@@ -341,16 +526,59 @@ def test_many_readers_of_one_prefix(case):
     assert torch.equal(together, generate(model, texts))
 
 
-def test_a_memory_in_other_bits_is_refused_with_what_to_do(tmp_path):
-    model = make_model(CASE["attention-kept-bits"])
-    plain = make_model(CASE["attention-kept-bits"], cache_bits=None)
-    for ours, other in ((model, plain), (plain, model)):
-        save_memory(read(ours, random_tokens(1, 9)), tmp_path / "memory", ours)
-        with pytest.raises(ValueError, match="set cache_bits of the model's config to that of the"):
-            load_memory(tmp_path / "memory", other)
-        other.config.cache_bits, usual = ours.config.cache_bits, other.config.cache_bits
-        go_on(other, load_memory(tmp_path / "memory", other), random_tokens(1, 3))
-        other.config.cache_bits = usual
+IN_BITS = [case for case in CASES if make_config(case).kinds_in_bits]
+every_case_with_bits = pytest.mark.parametrize("case", IN_BITS, ids=[x.name for x in IN_BITS])
+
+
+@every_case_with_bits
+def test_a_memory_is_loaded_in_the_bits_that_it_has_whatever_the_config_says(case, tmp_path):
+    """Bits of each kind alone, and of all kinds; of a call of generate, which leaves the config as it is."""
+    plain = make_config(case, cache_bits=None).state_specs
+    kinds = [
+        kind
+        for kind in make_config(case).kinds_in_bits
+        if make_config(case, cache_bits={kind: 8}).state_specs != plain
+    ]
+    each = {kind: 16 if kind == "recurrent_states" else 8 for kind in kinds}
+    tokens = random_tokens(2, 9)
+    for bits in ({}, *({kind: number} for kind, number in each.items()), each):
+        model = make_model(case, cache_bits=bits)
+        cache = read(model, tokens)
+        save_memory(cache, tmp_path / "memory", model)
+        with safe_open(tmp_path / "memory", "pt") as file:
+            assert json.loads(file.metadata()["cache_bits"]) == bits
+        for other in ({}, each):
+            loaded = load_memory(tmp_path / "memory", make_model(case, cache_bits=other))
+            assert held(loaded).keys() == held(cache).keys()
+            assert all(torch.equal(x, held(cache)[name]) for name, x in held(loaded).items())
+        words = random_tokens(2, 3, seed=1)
+        loaded = load_memory(tmp_path / "memory", model)
+        assert torch.equal(go_on(model, loaded, words), go_on(model, cache, words))
+
+
+def held(cache):
+    """The states, keys and values of a cache, by the layer, the name and the dtype."""
+    found = {}
+    for i, layer in enumerate(cache.layers):
+        states = getattr(layer, "states", None) or {"keys": layer.keys, "values": layer.values}
+        window = getattr(layer, "sliding_window", 0) or 0
+        for name, x in states.items():
+            rows = x[..., x.shape[-2] - min(x.shape[-2], window - 1) :, :] if window else x
+            found[i, name, x.dtype] = rows
+    return found
+
+
+def test_the_cache_that_generate_returns_in_bits_is_saved_in_these(tmp_path):
+    model = make_model(CASE["attention-kept"])
+    output = model.generate(
+        random_tokens(1, 9), max_new_tokens=3, cache_bits=8, return_dict_in_generate=True
+    )
+    cache = cache_of(output)
+    save_memory(cache, tmp_path / "memory", model)
+    loaded = load_memory(tmp_path / "memory", model)
+    assert model.config.cache_bits is None
+    assert loaded.layers[0].states["keys"].dtype == torch.uint8
+    assert torch.equal(loaded.layers[0].states["keys"], cache.layers[0].states["keys"])
 
 
 def test_scales_that_are_no_numbers_are_refused(tmp_path):

@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from hf_memory.cache_bits import ALL_BITS, RECURRENT, CacheBits
+from hf_memory.cache_bits import ALL_BITS, RECURRENT, ROWS, CacheBits
 from hf_memory.ops.bits import pack, packed_bytes, unpack
 from hf_memory.ops.rows import PLAIN, Rows
 
@@ -68,6 +68,11 @@ class State:
     bits: int | None = None
     numbers: "State | None" = None
 
+    @property
+    def name_of_kind(self) -> str | None:
+        """What `cache_bits` calls it; None: it cannot be stored in few bits."""
+        return RECURRENT if self.is_recurrent else self.kind
+
     def stored(self, cache_bits: CacheBits) -> "State":
         """The same numbers as a cache of these bits stores them.
 
@@ -76,7 +81,7 @@ class State:
         what it leaves is rounded once, at its end. So results depend on how a text is divided into calls, by what
         rounding changes.
         """
-        bits = cache_bits.of(RECURRENT if self.is_recurrent else self.kind)
+        bits = cache_bits.of(self.name_of_kind)
         if bits is None:
             return self
         numbers = self if self.is_recurrent else None
@@ -167,6 +172,10 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def _copy_all(self) -> None:
         self._map(_writable)
+
+    def holds(self, bits: CacheBits) -> bool:
+        """Whether its states are stored in some bits."""
+        return all(bits.of(state.name_of_kind) == state.bits for state in self.spec.values())
 
     def own_bits(self, default: CacheBits) -> CacheBits:
         """The bits in which it stores its states; those by default if it has none yet, which it has from now on."""
@@ -732,8 +741,8 @@ def set_bits(cache: Cache, bits: CacheBits) -> None:
     """
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, MemoryLayer):
-            if layer.is_initialized and layer.bits != bits:
-                _refuse_bits(i, layer.bits or ALL_BITS, bits)
+            if layer.is_initialized and not layer.holds(bits):
+                _refuse_bits(i, layer.bits, bits)
             layer.bits = bits
         elif isinstance(layer, DynamicLayer | StaticLayer):
             wanted = rows_of(bits, "attention")
@@ -741,6 +750,19 @@ def set_bits(cache: Cache, bits: CacheBits) -> None:
                 _pack_layer(cache, i, wanted)
             elif getattr(layer, "rows", PLAIN) != wanted:
                 _refuse_bits(i, getattr(layer, "rows", PLAIN), wanted)
+
+
+def held_bits(cache: Cache) -> CacheBits:
+    """The bits by kind of the states of a cache that are stored in few."""
+    found = {}
+    for layer in cache.layers:
+        if isinstance(layer, MemoryLayer):
+            stored = layer.spec.values()
+            found |= {state.name_of_kind: state.bits for state in stored if state.bits}
+        elif rows := getattr(layer, "rows", None):
+            parts = zip(ROWS, rows)
+            found |= {f"attention.{part}": bits for part, bits in parts if bits}
+    return CacheBits(tuple(sorted(found.items())))
 
 
 def _refuse_bits(layer_idx: int, held: Any, wanted: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_memory.files.running_weights import running_weights
 from hf_memory.files.text import Text
 
 OF_LOADING = {
@@ -59,8 +60,18 @@ def model_fingerprint(
     if config.get("cache_bits", 0) is None:  # as of models that had no such field
         del config["cache_bits"]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in model.state_dict().items():
-        numbers = weight.detach().flatten()
-        sample = numbers[:: max(1, len(numbers) // SAMPLES)].to("cpu", dtype).float()
-        digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    for name, weight in running_weights(model):
+        digest.update(_sample(name, weight, dtype))
     return digest.hexdigest()
+
+
+def weights_fingerprint(model: PreTrainedModel, dtype: torch.dtype) -> str:
+    """A fingerprint of some numbers of each weight, rounded to a dtype; the same on every device."""
+    samples = sorted(_sample(name, weight, dtype) for name, weight in running_weights(model))
+    return hashlib.sha256(b"".join(samples)).hexdigest()
+
+
+def _sample(name: str, weight: Tensor, dtype: torch.dtype) -> bytes:
+    numbers = weight.detach().flatten()
+    sample = numbers[:: max(1, len(numbers) // SAMPLES)].to("cpu", dtype).float()
+    return f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes()

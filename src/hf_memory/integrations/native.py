@@ -63,6 +63,12 @@ class NativeMixer(MemoryMixer):
 
     def spec_in(self, bits: CacheBits) -> Spec:
         """The states: the last inputs of the convolution, and a matrix for each head."""
+        known = self.__dict__.setdefault("_specs", {})
+        if bits not in known:
+            known[bits] = self._declared_in(bits)
+        return known[bits]
+
+    def _declared_in(self, bits: CacheBits) -> Spec:
         _, value_heads, K, V = self.sizes
         channels, _, kernel_size = self.conv1d.weight.shape
         memory = State((value_heads, K, V), is_recurrent=True)

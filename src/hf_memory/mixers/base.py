@@ -25,7 +25,7 @@ from hf_memory.cache import (
     nested,
 )
 from hf_memory.cache_argument import takes_cache
-from hf_memory.cache_bits import ALL_BITS, RECURRENT, CacheBits
+from hf_memory.cache_bits import ALL_BITS, CacheBits
 from hf_memory.convertible import Convertible
 from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
 from hf_memory.mixers.attention_blocks import Scores
@@ -261,7 +261,7 @@ class Projections(nn.Module, ABC):
     def kinds_in_bits(cls, config, layer_idx: int) -> list[str]:
         """The kinds of states of a layer that can be stored in few bits, such as "window.keys"."""
         states = flat(cls.state_spec(config, layer_idx)).values()
-        kinds = (RECURRENT if state.is_recurrent else state.kind for state in states)
+        kinds = (state.name_of_kind for state in states)
         return list(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -114,7 +114,8 @@ class WindowedMixer(MemoryMixer):
             spec |= config.far_memory.state_spec(config, heads)
             size = config.num_sink_tokens + config.sliding_window
             spec["slot_gates"] = State((size, heads, config.far_memory.num_gates))
-            spec["slot_angles"] = State((size, config.rotating_channels(layer_idx)), None)
+            if channels := config.rotating_channels(layer_idx):
+                spec["slot_angles"] = State((size, channels), None)
         if full:
             spec |= full_past(config, layer_idx).spec(full, D, D)
         return spec

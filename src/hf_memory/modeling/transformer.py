@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from hf_memory.cache import Spec
 from hf_memory.mixers.transformer import BUCKETS, PASTS, PATTERNS, Kind, mixer_of
 from hf_memory.mixers.transformer.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.transformer.slots import COMPRESSIONS
@@ -319,6 +320,12 @@ class MemoryTransformerConfig(MemoryConfig):
         check(self.num_buckets % 2 == 0, "num_buckets", "even", self.num_buckets)
         is_halved = "routing_by_head" not in self.patterns or heads % 2 == 0
         check(is_halved, "num_key_value_heads", "even with pattern 'routing_by_head'", heads)
+
+    @property
+    def state_specs(self) -> list[Spec]:
+        """The states that each layer keeps for a sequence, by name; those of each run of a universal layer."""
+        specs = super().state_specs
+        return [specs[0] for _ in specs] if self.depth == "universal" else specs
 
     def _check_depth(self) -> None:
         """Refuse what layers that run several times, or are inverted, do not support."""

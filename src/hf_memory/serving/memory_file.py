@@ -1,6 +1,7 @@
 """Memories as files: read a long text once, save its memory, and load it in another process.
 
-The format is safetensors. The header has a fingerprint of the model, the number of tokens read, and a checksum.
+The format is safetensors. The header has the model's config, a fingerprint of its weights, the bits of states that are
+packed, the number of tokens read, and a checksum.
 """
 
 import hashlib
@@ -12,31 +13,32 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_memory.cache import (
-    DynamicLayerInBits as LayerInBits,
-)
-from hf_memory.cache import (
+    PACKED,
     MemoryLayer,
     Spec,
     State,
+    check_has_layers,
+    held_bits,
     hold_a_memory,
     memory_layer,
+    set_bits,
 )
 from hf_memory.cache_argument import CACHE
-from hf_memory.files.fingerprints import model_fingerprint
+from hf_memory.cache_bits import ALL_BITS, CacheBits
+from hf_memory.files.fingerprints import OF_LOADING, weights_fingerprint
 from hf_memory.files.folders import check_regular, replaced
+from hf_memory.files.running_weights import without_wrappers
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
-
-bits_by_kind = None
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.bits import BITS, scales
 
-FORMAT = "hf_memory memory 2"
+FORMAT = "hf_memory memory 3"
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit numbers
 LARGEST = 1e19  # numbers whose squares overflow in float32 are no state
 FLOATS = (
@@ -45,7 +47,9 @@ FLOATS = (
     torch.float32,
     torch.float64,
 )  # dtypes of states of numbers
-HEADER = {"format", "model", "fingerprint", "tokens_read", "layers", "checksum"}
+HEADER = {"format", "model", "config", "weights", "cache_bits", "tokens_read", "layers", "checksum"}
+# Fields of a config that do not change what a text leaves in a cache, apart from the bits, which the file says itself.
+NOT_OF_MEMORIES = OF_LOADING | {"architectures", "cache_bits", "mixer_backend"}
 
 
 def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
@@ -54,14 +58,16 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
     Args:
         cache: a DynamicCache of the model.
         path: the file to write, by convention `*.safetensors`.
-        model: the model that has filled the cache; the file can only be loaded for the same model.
+        model: the model that has filled the cache, with the adapters that were active; the file can only be loaded for
+            the same model.
 
     Raises:
-        ValueError: if the cache is not a DynamicCache of the model, or is empty, or the model is neither of this
-            package nor a hybrid of transformers after `use_memory_ops`.
+        ValueError: if the cache is not a DynamicCache of the model, or is empty, or has numbers that are not finite, or
+            the model is neither of this package nor a hybrid of transformers after `use_memory_ops`.
         OSError: if the file cannot be written.
     """
     path = Path(path)
+    model = without_wrappers(model)
     _check_file(path)
     check_layers(cache, model)
     for i, mixer in _mixers(model).items():  # replay what stays after tokens were undone
@@ -75,13 +81,19 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
         for i, layer in enumerate(cache.layers)
         for name, x in _tensors(layer)
     }
+    bits = held_bits(cache)
+    tokens_read = int(cache.get_seq_length())
+    expected = Expected(cache, _specs(model, bits), tokens_read, bits)
+    expected.check_shapes("cache", {name: list(x.shape) for name, x in tensors.items()})
+    expected.check_numbers("cache", tensors)
     header = {
         "format": FORMAT,
         "model": model.config.name_or_path or type(model).__name__,
-        "fingerprint": _fingerprint(model),
-        "bits": json.dumps(_bits(model)),
-        "tokens_read": str(cache.get_seq_length()),
-        "layers": _kinds(cache),
+        "config": json.dumps(_fields(model.config), sort_keys=True),
+        "weights": weights_fingerprint(model, torch.bfloat16),
+        "cache_bits": json.dumps(dict(bits.by_kind)),
+        "tokens_read": str(tokens_read),
+        "layers": json.dumps(_kinds(cache)),
     }
     header["checksum"] = _checksum(header, tensors)
     try:
@@ -92,37 +104,52 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
 
 
 def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
-    """Load a cache that `save_memory` has written, onto the device of the model.
+    """Load a cache that `save_memory` has written, in the bits in which it was, onto the devices of the model's layers.
 
     Args:
         path: the file to read.
-        model: the model that made the file; its config and weights must be the same.
+        model: the model that made the file; its config, weights and active adapters must be the same. Fields of the
+            config that a later version has added must have their defaults.
 
     Raises:
         ValueError: if the file is damaged, is not a memory, or belongs to another model.
         OSError: if it cannot be read.
     """
     path = Path(path)
+    model = without_wrappers(model)
     cache = _empty_cache(model)
-    specs = _specs(model)
-    header, tensors = _read(path, cache, specs, model)
-    tokens_read = int(header["tokens_read"])
-    for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
-        own = {name: tensors[f"{i}.{name}"] for name in spec}
-        for name, x in own.items():
-            if fault := state_fault(x, spec[name], tokens_read):
-                raise ValueError(f"{path} must have a state {i}.{name} {fault}")
-            own[name] = x.to(model.device, spec[name].dtype or model.dtype)
+    tensors, expected = _read(path, cache, model)
+    set_bits(cache, expected.bits)
+    mixers = _mixers(model)
+    devices = _devices(model)
+    for i, (layer, spec) in enumerate(zip(cache.layers, expected.specs, strict=True)):
+        states = {
+            name: tensors[f"{i}.{name}"].to(devices[i], _loaded_dtype(state, model.dtype))
+            for name, state in spec.items()
+        }
         if isinstance(layer, MemoryLayer):
-            layer.spec = spec
-            layer.fill(own, tokens_read)
+            layer.read(spec=spec, mixer=type(mixers[i]).__name__)
+            layer.fill(states, expected.tokens_read)
         else:
-            layer.lazy_initialization(own["keys"], own["values"])
-            layer.keys = own["keys"]
-            layer.values = own["values"]
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = tokens_read
+            _fill(layer, states, expected.tokens_read)
     return cache
+
+
+def _fill(layer: Any, rows: dict[str, Tensor], tokens_read: int) -> None:
+    """Give keys and values to a layer of transformers."""
+    layer.lazy_initialization(rows["keys"], rows["values"])
+    layer.keys = rows["keys"]
+    layer.values = rows["values"]
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = tokens_read
+
+
+def _loaded_dtype(state: State, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a state in a cache of a model of a dtype: float64 models have float64 where float32 is declared."""
+    if state.dtype is None:
+        return dtype
+    is_stored_as_declared = state.bits is not None or not state.dtype.is_floating_point
+    return state.dtype if is_stored_as_declared else torch.promote_types(state.dtype, dtype)
 
 
 def _check_file(path: Path) -> None:
@@ -131,52 +158,73 @@ def _check_file(path: Path) -> None:
     check_regular("path", path)
 
 
-def _read(
-    path: Path, cache: Cache, specs: list[Spec], model: PreTrainedModel
-) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of a file; nothing is read before the metadata and all shapes are those expected."""
+class Expected:
+    """The states that a file or a cache must have."""
+
+    def __init__(self, cache: Cache, specs: list[Spec], tokens_read: int, bits: CacheBits):
+        self.specs = specs
+        self.bits = bits
+        self.tokens_read = tokens_read
+        self.states = {f"{i}.{name}": x for i, spec in enumerate(specs) for name, x in spec.items()}
+        self.shapes: dict[str, list[int]] = {}  # of one text
+        for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
+            before = (
+                0 if isinstance(layer, MemoryLayer) else 1
+            )  # transformers has heads before tokens
+            for name, state in spec.items():
+                grown = state.grown_shape(tokens_read)
+                self.shapes[f"{i}.{name}"] = [*state.shape[:before], *grown, *state.shape[before:]]
+
+    def check_shapes(self, where: Any, found: dict[str, list[int]]) -> None:
+        """Raise ValueError unless states have these names, and shapes [texts, ...]."""
+        if found.keys() != self.shapes.keys():
+            raise ValueError(
+                f"{where} must have the states {', '.join(self.shapes)}, got {', '.join(found) or 'none'}"
+            )
+        texts = max([1], next(iter(found.values()))[:1])
+        for name, shape in found.items():
+            if shape != (whole := texts + self.shapes[name]):
+                raise ValueError(
+                    f"{where} must have a state {name} of the shape {whole}, got {shape}"
+                )
+
+    def check_numbers(self, where: Any, tensors: dict[str, Tensor]) -> None:
+        """Raise ValueError if states have numbers that reading cannot have led to."""
+        for name, x in tensors.items():
+            if fault := state_fault(x, self.states[name], self.tokens_read):
+                raise ValueError(f"{where} must have a state {name} {fault}")
+
+
+def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, Tensor], Expected]:
+    """The tensors of a file, and what they are; nothing is read before the metadata and all shapes are as expected."""
     _check_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             names = list(file.keys())
             _check_header(path, header, cache, model)
-            found = {name: file.get_slice(name).get_shape() for name in names}
-            expected = _expected(cache, specs, int(header["tokens_read"]))
-            if found.keys() != expected.keys():
-                raise ValueError(
-                    f"{path} must have the states {', '.join(expected)}, got {', '.join(found) or 'none'}"
-                )
-            texts = max([1], next(iter(found.values()))[:1])
-            for name, shape in found.items():
-                if shape != (whole := texts + expected[name]):
-                    raise ValueError(
-                        f"{path} must have a state {name} of the shape {whole}, got {shape}"
-                    )
+            bits = _bits_of(path, header)
+            expected = Expected(cache, _specs(model, bits), int(header["tokens_read"]), bits)
+            expected.check_shapes(path, {name: file.get_slice(name).get_shape() for name in names})
             tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or is not a memory: {error}") from error
     if header["checksum"] != _checksum(header, tensors):
         raise ValueError(f"{path} is damaged or was changed after it was written")
-    return header, tensors
+    expected.check_numbers(path, tensors)
+    return tensors, expected
 
 
 def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTrainedModel) -> None:
     if header.get("format") != FORMAT:
-        raise ValueError(f"{path} must have the format {FORMAT!r}, got {header.get('format')!r}")
+        raise ValueError(
+            f"{path} must have the format {FORMAT!r}, got {header.get('format')!r}; of a memory in an earlier format, "
+            "read the text again"
+        )
     if not header.keys() >= HEADER:
         raise ValueError(f"{path} is damaged or was changed after it was written")
-    if header["fingerprint"] != _fingerprint(model):
-        raise ValueError(
-            f"{path} is a memory of another model or of other weights: it was made by {header['model']}"
-        )
-    bits = header.get("bits", "null")
-    if bits != json.dumps(_bits(model)):
-        raise ValueError(
-            f"{path} holds a memory of cache_bits={bits}, got a model of cache_bits={_bits(model)}: set "
-            "cache_bits of the model's config to that of the file, or read the text again"
-        )
-    if header["layers"] != _kinds(cache):
+    _check_model(path, header, model)
+    if header["layers"] != json.dumps(_kinds(cache)):
         raise ValueError(f"{path} must have layers {_kinds(cache)}, got {header['layers']}")
     given = header["tokens_read"]
     if (
@@ -189,18 +237,57 @@ def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTr
         )
 
 
-def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, list[int]]:
-    """The shape of each state of a text; keys and values of transformers' own layers have tokens after heads."""
-    shapes = {}
-    for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
-        for name, state in spec.items():
-            before = 0 if isinstance(layer, MemoryLayer) else 1
-            shapes[f"{i}.{name}"] = [
-                *state.shape[:before],
-                *state.grown_shape(tokens_read),
-                *state.shape[before:],
-            ]
-    return shapes
+def _check_model(path: Path, header: dict[str, str], model: PreTrainedModel) -> None:
+    """Raise ValueError unless a file was made by a model of the same config and weights."""
+    of_another = (
+        f"{path} is a memory of another model or of other weights: it was made by {header['model']}"
+    )
+    config = _json_of(path, header, "config")
+    if differing := _differing(config, model.config):
+        raise ValueError(f"{of_another}, whose config has other {', '.join(differing)}")
+    if header["weights"] != weights_fingerprint(model, torch.bfloat16):
+        raise ValueError(f"{of_another}, or with other adapters")
+
+
+def _json_of(path: Path, header: dict[str, str], name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(header[name])
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged or was changed after it was written")
+    return value
+
+
+def _bits_of(path: Path, header: dict[str, str]) -> CacheBits:
+    """The bits by kind in which a file has states."""
+    given = _json_of(path, header, "cache_bits")
+    if not all(type(bits) is int for bits in given.values()):
+        raise ValueError(f"{path} is damaged or was changed after it was written")
+    return CacheBits(tuple(sorted(given.items())))
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """The fields of a config by which memories of models differ, as JSON gives them back."""
+    fields = {name: x for name, x in config.to_dict().items() if name not in NOT_OF_MEMORIES}
+    return json.loads(json.dumps(fields, default=str))
+
+
+def _differing(written: dict[str, Any], config: Any) -> list[str]:
+    """The fields of a model's config that are others in the config that a file has.
+
+    An earlier version had fewer fields, also within a dict: what it lacks must be a default. What this one lacks is
+    left out.
+    """
+    fields = _fields(config)
+    common = {name: written[name] for name in fields if name in written}
+    if common == fields:
+        return []
+    other = [name for name, x in common.items() if x != fields[name] and not isinstance(x, dict)]
+    if other:
+        return other
+    with_defaults = _fields(type(config).from_dict(common))
+    return [name for name, x in fields.items() if with_defaults.get(name) != x]
 
 
 def state_fault(x: Tensor, state: State, tokens_read: int) -> str | None:
@@ -246,55 +333,63 @@ def _mixers_of_a_hybrid(model: PreTrainedModel) -> dict[int, MemoryMixer]:
     return mixers
 
 
+def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where the layer of a cache is computed, which accelerate may decide."""
+    own = {x.layer_idx: _device(x) for x in model.modules() if hasattr(x, "layer_idx")}
+    number = model.config.get_text_config(decoder=True).num_hidden_layers
+    return {i: own.get(i, own[0]) for i in range(number)}  # one of our layers may run several times
+
+
+def _device(module: nn.Module) -> torch.device:
+    hooks = [getattr(x, "_hf_hook", None) for x in module.modules()]
+    given = [getattr(hook, "execution_device", None) for hook in hooks]
+    known = [torch.device(device) for device in given if device is not None]
+    return known[0] if known else next(module.parameters()).device
+
+
 def _empty_cache(model: PreTrainedModel) -> DynamicCache:
     """A cache whose layers are of the types that they will be of when the model has read something."""
     cache = DynamicCache(config=model.config)
     for i in _mixers(model):
         hold_a_memory(cache, i)
-    bits = bits_by_kind(_bits(model), "attention")
-    if bits is not None and not isinstance(model.config, MemoryConfig):
-        for i, layer in enumerate(cache.layers):
-            if isinstance(layer, DynamicLayer):
-                hold_in_bits(cache, i, bits)
     return cache
 
 
-def _specs(model: PreTrainedModel) -> list[Spec]:
-    """The states of each layer by name; a hybrid of transformers, whose config does not say it, reads a token."""
+def _specs(model: PreTrainedModel, bits: CacheBits) -> list[Spec]:
+    """The states of each layer by name, as a cache of these bits stores them."""
     if isinstance(model.config, MemoryConfig):
-        return model.config.state_specs
+        return model.config.state_specs_in(bits)
+    return _specs_of_a_hybrid(model, bits)
+
+
+def _specs_of_a_hybrid(model: PreTrainedModel, bits: CacheBits) -> list[Spec]:
+    """The same for a hybrid of transformers, which must read a token to say its keys and values."""
+    mixers: Any = _mixers(model)
     cache = _empty_cache(model)
+    set_bits(cache, ALL_BITS)
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **{CACHE: cache})
     return [
-        layer.spec if isinstance(layer, MemoryLayer) else _seen(layer) for layer in cache.layers
+        mixers[i].spec_in(bits) if i in mixers else _seen(layer, bits)
+        for i, layer in enumerate(cache.layers)
     ]
 
 
-def _seen(layer: Any) -> Spec:
+def _seen(layer: Any, bits: CacheBits) -> Spec:
     """The states of a layer of keys and values, which has read a token."""
-    if isinstance(layer, LayerInBits):
-        what = {"dtype": torch.uint8, "largest": 255, "bits": layer.bits}
-    else:
-        what = {"dtype": None}
     return {
-        name: State((x.shape[1], x.shape[3]), growth="token", **what) for name, x in _tensors(layer)
+        name: State(
+            (x.shape[1], x.shape[3]), None, growth="token", kind=f"attention.{name}"
+        ).stored(bits)
+        for name, x in _tensors(layer)
     }
 
 
-def _bits(model: PreTrainedModel) -> Any:
-    if isinstance(model.config, MemoryConfig):
-        return model.config.cache_bits
-    return next(iter(_mixers(model).values())).cache_bits
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """A fingerprint of what made a file, without the bits of its numbers, which the file says itself."""
-    return model_fingerprint(model, torch.bfloat16, without={"cache_bits"})
-
-
-def _kinds(cache: Cache) -> str:
-    return json.dumps([type(layer).__name__ for layer in cache.layers])
+def _kinds(cache: Cache) -> list[str]:
+    """The types of the layers of a cache, whatever their bits."""
+    plain = {packed: kind for kind, packed in PACKED.items()}
+    kinds = (type(layer) for layer in cache.layers)
+    return [plain.get(kind, kind).__name__ for kind in kinds]
 
 
 def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
@@ -312,15 +407,17 @@ def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
         return layer.states.items()
     both = (("keys", layer.keys), ("values", layer.values))
     if isinstance(layer, DynamicSlidingWindowLayer):  # may hold more than its window
-        kept = min(layer.keys.shape[-2], layer.sliding_window - 1)
-        return [(name, x[..., -kept:, :]) for name, x in both]
+        held = layer.keys.shape[-2]
+        kept = min(held, layer.sliding_window - 1)
+        return [(name, x[..., held - kept :, :]) for name, x in both]
     return both
 
 
 def check_layers(cache: Cache, model: PreTrainedModel) -> None:
     """Raise ValueError unless a cache has the layers that this model's DynamicCache has."""
-    kinds = [type(layer).__name__ for layer in _empty_cache(model).layers]
-    given = [type(layer).__name__ for layer in cache.layers]
+    check_has_layers(cache, model.config.get_text_config(decoder=True).num_hidden_layers)
+    kinds = _kinds(_empty_cache(model))
+    given = _kinds(cache)
     if given != kinds:
         raise ValueError(
             f"cache must be a DynamicCache(config=model.config), with layers {kinds}, got {given}"
