@@ -1,18 +1,27 @@
-"""A memory of tokens that received attention, against its definition: one head and one token at a time."""
+"""Kept tokens, by all eviction policies, against their definition: one head and one token at a time."""
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from cases import SIZES
 from comparing import assert_close
 from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.kv_eviction import DECAY, KVEviction
-from hf_memory.ops.kv_eviction import chunk
+from hf_memory.mixers.pasts import POLICIES, Kept, New, register_eviction
+from hf_memory.ops.kv_eviction import Block, chunk, received_attention
 
-MEMORY = KVEviction(size=5, first=2, kept=4, block=3, needs_mass=True)
+MEMORY = Kept(size=5, first=2, kept=4, block=3)
+
+
+def largest_values(block):
+    """A policy of a user: the tokens with the largest values stay."""
+    return block.values.norm(dim=-1)
+
+
+register_eviction("largest_values", largest_values)
+every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 def make(T: int, B: int = 2):
@@ -25,11 +34,10 @@ def definition(q, k, v, memory=MEMORY, scale=0.3, softcap=None, other=None):
     """The outputs and the mass of queries [T, groups, D] with one head of keys and values [T, D], [T, groups, D + 1],
     and the tokens that are held. With the mass `other` [T, groups] of a sink, this receives a share as well."""
     held = []
-    received = torch.zeros(len(q), dtype=q.dtype)
+    worth = torch.zeros(len(q), dtype=q.dtype)
     outputs = []
+    weights = []
     for t in range(len(q)):
-        if t % memory.block == 0:
-            received = DECAY * received
         held = [*held, t]
         scores = scale * q[t] @ k[held].mT
         if softcap is not None:
@@ -38,41 +46,64 @@ def definition(q, k, v, memory=MEMORY, scale=0.3, softcap=None, other=None):
         outputs.append(torch.cat([p @ v[held], scores.logsumexp(-1, keepdim=True)], -1))
         if other is not None:
             p = p * torch.sigmoid(scores.logsumexp(-1) - other[t])[:, None]
-        received = received.index_add(0, torch.tensor(held), p.detach().sum(0))
+        weights.append(
+            q.new_zeros(q.shape[1], len(q)).index_copy(1, torch.tensor(held), p.detach())
+        )
         if t % memory.block == memory.block - 1:
+            of_block = slice(t + 1 - memory.block, t + 1)
+            received = torch.stack(weights[of_block], 1)[..., held]
+            found = torch.stack(outputs[of_block], 1)[..., :-1]
+            seen = k[held], v[held], torch.tensor(held) + 1, worth[held]
+            block = Block(
+                *(x[None, None] for x in (q[of_block].transpose(0, 1), *seen, received, found))
+            )
+            worth[held] = POLICIES[memory.policy](block)[0, 0].detach()
             always = [j for j in held if j < memory.first or j > t - memory.size]
-            others = sorted({*held} - {*always}, key=lambda j: (-received[j], j))
+            others = sorted({*held} - {*always}, key=lambda j: (-worth[j], j))
             held = sorted(always + others[: memory.stay - len(always)])
     return torch.stack(outputs), held
 
 
-def expected(q, k, v, softcap=None):
+def expected(q, k, v, memory=MEMORY, softcap=None):
     rows = []
     for of_row in zip(q.unflatten(2, (2, 2)), k, v):
-        heads = [definition(*(x[:, h] for x in of_row), softcap=softcap)[0] for h in range(2)]
+        of_heads = [[x[:, h] for x in of_row] for h in range(2)]
+        heads = [definition(*of_head, memory, softcap=softcap)[0] for of_head in of_heads]
         rows.append(torch.stack(heads, 1).flatten(1, 2))
     return torch.stack(rows)
 
 
-def attend(q, k, v, states=None, mask=None, cu_seqlens=None, uniform_length=None, softcap=None):
-    context = Context(None, mask, cu_seqlens, states or {}, uniform_length=uniform_length)
-    is_one = bool(states) and q.shape[1] == 1 and not torch.is_grad_enabled()
-    read = MEMORY.read_one if is_one else MEMORY.read_many
-    (o, mass), new = read(q, k, v, Scores(0.3, softcap), context)
-    new = context.states | new
-    return torch.cat([o, mass[..., None]], -1), new | {
-        "tokens_read": context.tokens_and_count(q)[1]
-    }
+def attend(q, k, v, states=None, memory=MEMORY, softcap=None, mask=None, **more):
+    context = Context(None, mask, more.pop("cu_seqlens", None), states or {}, **more)
+    tokens, tokens_read = context.tokens_and_count(q)
+    new = New.of(k, v, memory.kind, context)
+    scores = Scores(0.3, softcap)
+    if context.is_step(q):
+        of_groups = q.unflatten(2, (k.shape[2], -1))
+        o, mass = memory.attend_one_with_mass(of_groups, new, context, scores)
+        after = context.states
+    else:
+        (o, mass), after = memory.attend_with_mass(q, new, tokens, context, scores)
+    return torch.cat([o, mass[..., None]], -1), after | {"tokens_read": tokens_read}
+
+
+def test_what_entries_receive_is_a_moving_average_over_blocks():
+    weights = torch.tensor([[[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]], [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]])
+    block = Block(*[None] * 4, torch.tensor([[[1.0, 0.5, 0.0]]]), weights[None, None], None)
+    expected = torch.tensor([[[0.8 + 0.7, 0.4 + 1.8, 1.5]]])
+    torch.testing.assert_close(received_attention(block), expected)
 
 
 @pytest.mark.parametrize("scores", [chunk.SCORES, 1], ids=["at once", "in groups"])
 @pytest.mark.parametrize("T", [1, 3, 17, 31])
 @pytest.mark.parametrize("softcap", [None, 0.5])
-def test_equals_its_definition(T, scores, softcap, monkeypatch):
+@every_policy
+def test_equals_its_definition(policy, T, scores, softcap, monkeypatch):
     monkeypatch.setattr(chunk, "SCORES", scores)
+    memory = MEMORY._replace(policy=policy)
     inputs = make(T)
-    o = attend(*inputs, softcap=softcap)[0]
-    reference = expected(*inputs, softcap)
+    o = attend(*inputs, memory=memory, softcap=softcap)[0]
+    reference = expected(*inputs, memory, softcap)
     assert_close(o, reference)
     do = torch.randn_like(o)
     assert_close(*(torch.autograd.grad((x * do).sum(), inputs) for x in (o, reference)))
@@ -80,8 +111,10 @@ def test_equals_its_definition(T, scores, softcap, monkeypatch):
 
 @pytest.mark.parametrize("sizes", [{}, {"size": 2, "kept": 7, "block": 16, "first": 0}], ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_kernel_decides_as_its_definition(sizes, softcap):
+@every_policy
+def test_kernel_decides_as_its_definition(policy, sizes, softcap):
     """Also in a piece that begins within a block, and with rows of different lengths."""
+    memory = MEMORY._replace(policy=policy, **sizes)
     mask = torch.ones(2, 50, dtype=torch.bool)
     mask[1, 40:] = False
 
@@ -90,12 +123,10 @@ def test_kernel_decides_as_its_definition(sizes, softcap):
         outputs = []
         states = {}
         for part in (slice(19), slice(19, 50)):
-            context = Context(None, mask[:, part], None, states)
             of_part = [x[:, part] for x in inputs]
-            memory = MEMORY._replace(backend=backend, **sizes)
-            (o, mass), states = memory.read_many(*of_part, Scores(0.3, softcap), context)
-            outputs.append(torch.cat([o, mass[..., None]], -1))
-            states = states | {"tokens_read": context.tokens_and_count(of_part[0])[1]}
+            how = {"softcap": softcap, "mask": mask[:, part], "backend": backend}
+            o, states = attend(*of_part, states, memory, **how)
+            outputs.append(o)
         o = torch.where(mask[..., None, None], torch.cat(outputs, 1), 0)
         return o, states, torch.autograd.grad(o.square().sum(), inputs)
 
@@ -104,11 +135,13 @@ def test_kernel_decides_as_its_definition(sizes, softcap):
     )
 
 
+@every_policy
 @torch.no_grad()
-def test_holds_what_received_most():
+def test_holds_what_is_worth_most(policy):
+    memory = MEMORY._replace(policy=policy)
     q, k, v = make(30)
-    states = attend(q, k, v)[1]
-    _, held = definition(q[1, :, 2:], k[1, :, 1], v[1, :, 1])
+    states = attend(q, k, v, memory=memory)[1]
+    _, held = definition(q[1, :, 2:], k[1, :, 1], v[1, :, 1], memory)
     assert states["number"][1, 1].tolist() == [j + 1 for j in held] + MEMORY.block * [0]
     assert held != [*range(2), *range(21, 30)]  # not the last tokens
 
@@ -116,23 +149,29 @@ def test_holds_what_received_most():
 @pytest.mark.parametrize("parts", [[1] * 23, [3, 20], [7, 1, 15], [22, 1]])
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.5])
+@every_policy
 @torch.no_grad()
-def test_pieces_equal_the_whole(parts, is_known, softcap):
+def test_pieces_equal_the_whole(policy, parts, is_known, softcap):
+    how = {"memory": MEMORY._replace(policy=policy), "softcap": softcap}
     inputs = make(23)
     states = None
     outputs = []
     for piece in zip(*(x.split(parts, 1) for x in inputs)):
         read = sum(x.shape[1] for x in outputs)
-        o, states = attend(
-            *piece, states, uniform_length=read if is_known else None, softcap=softcap
-        )
+        o, states = attend(*piece, states, uniform_length=read if is_known else None, **how)
         outputs.append(o)
-    whole, final = attend(*inputs, softcap=softcap)
+    whole, final = attend(*inputs, **how)
     assert_close(torch.cat(outputs, 1), whole)
     numbers = states.pop("number"), final.pop("number")
     assert torch.equal(*numbers)
     held = (numbers[0] > 0)[..., None]
-    assert_close(*((x["keys"] * held, x["values"] * held, x["received"]) for x in (states, final)))
+    of_block = held[:, :1, MEMORY.stay :]
+    assert_close(
+        *(
+            (x["keys"] * held, x["values"] * held, x["score"], x["queries"] * of_block)
+            for x in (states, final)
+        )
+    )
 
 
 @pytest.mark.parametrize("length", [22, 9, 1])
@@ -167,9 +206,8 @@ def test_first_tokens_stay_although_no_query_attends_to_them(backend, first):
     q, k, v = make(31)
     q[..., 0] = 3
     k[:, :4, :, 0] = -9
-    memory = MEMORY._replace(first=first, backend=backend)
-    context = Context(None, None, None, {})
-    _, states = memory.read_many(*(x.float() for x in (q, k, v)), Scores(0.3), context)
+    memory = MEMORY._replace(first=first)
+    states = attend(*(x.float() for x in (q, k, v)), memory=memory, backend=backend)[1]
     held = states["number"].flatten(0, 1).tolist()
     assert [[n for n in row if 0 < n <= 4] for row in held] == 4 * [[*range(1, first + 1)]]
 
@@ -183,7 +221,6 @@ OPTIONS = {
 BESIDE = {
     "alone": {},
     "sinks": {"attention_sinks": True},
-    "virtual token": {"virtual_token": True, "num_sink_tokens": 0},
     "capped scores": {"attn_logit_softcapping": 0.5},
 }
 
@@ -194,8 +231,7 @@ BESIDE = {
 def test_a_layer_keeps_the_tokens_that_its_config_says(beside, pieces):
     """A sink takes its share of the output, and not of what tokens have received."""
     options = OPTIONS | BESIDE[beside]
-    first = options["num_sink_tokens"]
-    memory = KVEviction(size=3, first=first, kept=4, block=2)
+    memory = Kept(size=3, first=2, kept=4, block=2)
     model = _model(options)
     mixer = model.model.layers[1].mixer
     x = torch.randn(1, 60, 32, dtype=torch.float64)
@@ -209,28 +245,18 @@ def test_a_layer_keeps_the_tokens_that_its_config_says(beside, pieces):
         found = definition(*given, memory, **how)[0]
         o = found[..., :-1]
         mass = found[..., -1]
-        others = []
-        if first:
-            others.append(definition(*given, memory._replace(first=first - 1), **how)[0])
-        if beside in ("sinks", "virtual token"):
-            values, logits = _stands_beside(mixer, beside, mine, h)
+        others = [definition(*given, memory._replace(first=1), **how)[0]]
+        if beside == "sinks":
+            logits = mixer.sinks.logits[2 * h : 2 * h + 2].expand(len(mine), 2)
             others.append(definition(*given, memory, **how, other=logits)[0])
             share = torch.sigmoid(logits - mass)[..., None]
-            o = o + share * (values - o)
+            o = o + share * (mixer.sinks.values[h] - o)
         differences.append([(found - other).abs().max() for other in others])
         heads.append(o)
     assert all(max(of_heads) > 0.01 for of_heads in zip(*differences))  # or nothing would show
     cache = DynamicCache(config=model.config)
     read = [mixer(piece, past_key_values=cache)[0] for piece in x.split(pieces, 1)]
     assert_close(torch.cat(read, 1), mixer.o_proj(torch.stack(heads, 1).flatten(1))[None])
-
-
-def _stands_beside(mixer, beside, q, head):
-    """The values [D] of a sink or a virtual token, and its logits [T, groups] for the queries of a head."""
-    if beside == "sinks":
-        logits = mixer.sinks.logits[2 * head : 2 * head + 2]
-        return mixer.sinks.values[head], logits.expand(len(q), 2)
-    return mixer.virtual_token.values[head], 8**-0.5 * q @ mixer.virtual_token.keys[head]
 
 
 def _model(options):
@@ -240,7 +266,7 @@ def _model(options):
         MemoryTransformerConfig(**SIZES, **kinds, **options, position="none")
     )
     for name, x in model.named_parameters():
-        if "sinks" in name or "virtual" in name:
+        if "sinks" in name:
             torch.nn.init.normal_(x, std=3.0)
     return model.double().eval()
 
@@ -248,3 +274,47 @@ def _model(options):
 def test_only_windows_without_another_memory_keep_tokens():
     with pytest.raises(Exception, match="num_kept_tokens"):
         MemoryTransformerConfig(**SIZES, num_kept_tokens=3)
+
+
+@every_policy
+@torch.no_grad()
+def test_a_model_keeps_tokens_by_the_policy_of_its_config(policy, tmp_path):
+    """Also one that was saved and loaded, and whatever calls its tokens came in."""
+    model = _model(OPTIONS | {"eviction": policy})
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.config.eviction == policy
+    tokens = torch.randint(3, 64, (2, 31))
+    whole = model(tokens).logits
+    for pieces in ([31], [9, 1, 1, 20], [1] * 31):
+        cache = DynamicCache(config=loaded.config)
+        read = [loaded(x, past_key_values=cache).logits for x in tokens.split(pieces, 1)]
+        assert_close(torch.cat(read, 1), whole)
+    others = [
+        _model(OPTIONS | {"eviction": name})(tokens).logits for name in {*POLICIES} - {policy}
+    ]
+    assert others
+    assert all((other - whole).abs().max() > 0.01 for other in others)
+
+
+def test_a_policy_that_is_not_registered_is_refused(tmp_path):
+    unknown = r"eviction must be one of \('received_attention', .*register_eviction, got 'oldest'"
+    with pytest.raises(ValueError, match=unknown):
+        MemoryTransformerConfig(**SIZES, eviction="oldest")
+    model = _model(OPTIONS | {"eviction": "largest_values"})
+    model.config.to_json_file(tmp_path / "config.json", use_diff=False)
+    saved = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(saved.replace("largest_values", "oldest"))
+    with pytest.raises(ValueError, match=unknown):
+        MemoryTransformerConfig.from_pretrained(tmp_path)
+
+
+def test_a_name_has_one_policy():
+    register_eviction("largest_values", largest_values)  # as when its file is imported again
+    with pytest.raises(
+        ValueError, match="name must be one that no eviction policy has, got 'largest_values'"
+    ):
+        register_eviction("largest_values", received_attention)
+    with pytest.raises(ValueError, match="policy must be a function of a Block, got 'oldest'"):
+        register_eviction("oldest", "oldest")
+    assert "oldest" not in POLICIES
