@@ -644,7 +644,15 @@ def without_plain_attention(case: Case) -> dict:
     """Options of `make_model` with another layer of the case in place of attention with a cache of transformers."""
     kinds = make_config(case).layer_types
     other = next(kind for kind in kinds if kind in LAYER_TYPES)
-    return {"layer_types": [kind if kind in LAYER_TYPES else other for kind in kinds]}
+    layers = {"layer_types": [kind if kind in LAYER_TYPES else other for kind in kinds]}
+    return layers | _bits_of_layers(case, layers)
+
+
+def _bits_of_layers(case: Case, layers: dict) -> dict:
+    """All bits for some of the layers of a case in few bits, if none of these has keys and values of tokens."""
+    kinds = make_config(case, **layers, cache_bits=None).kinds_in_bits
+    has_rows = any(kind != "recurrent_states" for kind in kinds)
+    return {} if has_rows or "cache_bits" not in case.options else {"cache_bits": None}
 
 
 # Tests that take long, as those of compiled models, run over one case for each kind of layer: a memory that keeps other
@@ -731,7 +739,8 @@ def one_layer(case: Case) -> dict:
     of_layer = {name: x[number : number + 1] for name, x in lists.items()}
     if make_config(case).layer_types[number] != "memory":  # the others have no pattern and no past
         of_layer |= {x: WITHOUT_MEMORY[x] for x in WITHOUT_MEMORY if x in case.options}
-    return {"num_hidden_layers": 1, **of_layer}
+    of_layer["num_hidden_layers"] = 1
+    return of_layer | _bits_of_layers(case, of_layer)
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """Keys and values of a cache in few bits. Contracts of caches run over the cases with bits among all others."""
 
+import re
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import (
@@ -27,10 +30,28 @@ STORES = {  # other mixers that hold keys and values in bits, and bits of other 
     "titans-mac": {},
     "mosaic-full": {},
     "transformer-memorizing": {"past": ["memorizing", "xl"]},
+    "deltaformer": {},
+    "deltaformer-full-norope": {},
+    "deltaformer-window": {},
 }
+KINDS = {  # where a number is refused, since some keep all bits
+    "deltaformer": ["memory"],
+    "deltaformer-full-norope": ["memory", "attention"],
+    "deltaformer-window": ["memory"],
+}
+
+
+def bits_of(name, bits):
+    """The same bits of all keys and values of a case that can have them."""
+    return dict.fromkeys(KINDS[name], bits) if name in KINDS else bits
+
+
 every_store = pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in NAMES), *((n, {**x, "cache_bits": 8}) for n, x in STORES.items())],
+    [
+        *((name, {}) for name in NAMES),
+        *((name, {**x, "cache_bits": bits_of(name, 8)}) for name, x in STORES.items()),
+    ],
     ids=[*NAMES, *STORES],
 )
 
@@ -56,7 +77,7 @@ def test_few_bits_change_logits_a_little(name, options):
     exact = make_model(CASE[name], **{**options, "cache_bits": None}).double()(tokens).logits
     errors = {}
     for bits in (8, 4):
-        model = make_model(CASE[name], **{**options, "cache_bits": bits}).double()
+        model = make_model(CASE[name], **{**options, "cache_bits": bits_of(name, bits)}).double()
         errors[bits] = (model(tokens).logits - exact).norm() / exact.norm()
     assert 0 < errors[8] < 0.02
     assert errors[8] < errors[4] < 0.3
@@ -92,21 +113,28 @@ def test_bits_of_a_loaded_model_can_be_chosen(name, tmp_path):
 
 
 @every_case_with_bits
-def test_a_cache_in_other_bits_is_refused(name):
+def test_a_cache_goes_on_in_the_bits_in_which_it_began(name):
+    """Whatever the config says later; other bits are refused."""
     model = make_model(CASE[name])
-    cache = read(model, random_tokens(1, 9))
+    tokens = random_tokens(1, 12)
+    expected = go_on(model, read(model, tokens[:, :9]), tokens[:, 9:])
+    how = {"max_new_tokens": 1, "do_sample": False}
     for other in (None, 8, 4):
+        model.config.cache_bits = make_config(CASE[name]).cache_bits
+        cache = read(model, tokens[:, :9])
         model.config.cache_bits = other
-        if state_bytes(read(model, random_tokens(1, 9))) == state_bytes(cache):
-            continue
-        with pytest.raises(ValueError, match="as cache_bits of the config says, got"):
-            go_on(model, cache, random_tokens(1, 1))
+        if state_bytes(read(model, tokens[:, :9])) != state_bytes(cache):
+            with pytest.raises(
+                ValueError, match="cache_bits must be those of the cache, which goes on"
+            ):
+                model.generate(tokens, past_key_values=cache, cache_bits=other, **how)
+        assert torch.equal(go_on(model, cache, tokens[:, 9:]), expected)
 
 
 @pytest.mark.parametrize(
     ("bits", "named"),
     [
-        (16, r"cache_bits must be one of \(8, 4\), or None"),
+        (16, r"cache_bits must be one of \(8, 4\) or None, or a dict of bits by kind, got 16"),
         ({"window": 2}, "cache_bits of 'window' must be one of"),
         ({"attention": 8}, r"a dict with some of \['window', 'full_attention_heads'\]"),
     ],
@@ -119,26 +147,95 @@ def test_bits_that_no_state_can_have_are_refused(bits, named):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("transformer-forget", r"None since keys and values of layers \[0, 1\] have all bits"),
+        ("deltanet", "None, or a dict with some of ['recurrent_states'], since no layer has keys"),
+        ("transformer-forget", "None since no layer has keys and values of tokens"),
         (
             "transformer-infinite",
-            r"None, or a dict with some of \['memory'\], since .* layers \[\d",
+            "None or a dict of bits by kind, since keys or values of layers [1]",
         ),
+        ("deltaformer", "None or a dict of bits by kind, since keys or values of layers [0, 1]"),
     ],
 )
 def test_a_number_of_bits_that_not_all_keys_and_values_can_have_is_refused(name, expected):
-    with pytest.raises(ValueError, match=rf"cache_bits must be {expected}.*, got 8"):
+    refusal = f"cache_bits must be {re.escape(expected)}.*, got 8"
+    with pytest.raises(ValueError, match=refusal):
         make_model(CASE[name], cache_bits=8)
     model = make_model(CASE[name])
-    model.config.cache_bits = 8
-    with pytest.raises(ValueError, match="cache_bits must be None"):
-        read(model, random_tokens(1, 4))
+    with pytest.raises(ValueError, match=refusal):
+        model.config.cache_bits = 8
+    with pytest.raises(ValueError, match=refusal):
+        model.generate(random_tokens(1, 4), cache_bits=8)
+    assert model.config.cache_bits is None
+
+
+@pytest.mark.parametrize(
+    "bits",
+    [
+        *(16, 3, 0, -8, True, 8.0, "8", [8]),
+        *({"window": 2}, {"windows": 8}, {"recurrent_states": 4}),
+        *({"window": {"keys": 2}}, {"window": {"key": 8}}, {"window": {"values": None}}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["attention-heads", "transformer", "deltanet", "titans-mac"])
+def test_bits_that_no_state_can_have_are_refused_wherever_they_are_said(name, bits):
+    model = make_model(CASE[name])
+    tokens = random_tokens(1, 9)
+    expected = model(tokens).logits
+    before = model.config.to_dict()
+    with pytest.raises(ValueError, match="cache_bits"):
+        make_config(CASE[name], cache_bits=bits)
+    with pytest.raises(ValueError, match="cache_bits"):
+        model.config.cache_bits = bits
+    with pytest.raises(ValueError, match="cache_bits"):
+        model.generate(tokens, cache_bits=bits)
+    assert model.config.to_dict() == before
+    assert torch.equal(model(tokens).logits, expected)
 
 
 def test_bits_of_the_keys_and_values_that_can_have_them_are_taken():
     bits = {"memory": 8}
     model = make_model(CASE["transformer-infinite"], cache_bits=bits)
     assert {state.bits for spec in model.config.state_specs for state in spec.values()} == {8, None}
+
+
+def test_bits_that_are_changed_in_place_are_those_of_new_caches():
+    model = make_model(CASE["attention-kept"], cache_bits={"window": 8})
+    tokens = random_tokens(1, 9)
+    read(model, tokens)
+    model.config.cache_bits["window"] = 4
+    model.config.cache_bits["full_attention_heads"] = 4
+    bits = {"window": 4, "full_attention_heads": 4}
+    expected = make_model(CASE["attention-kept"], cache_bits=bits)
+    cache = read(model, tokens)
+    assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    assert state_bytes(cache) == state_bytes(read(expected, tokens))
+    assert state_bytes(cache) == cache_bytes(model.config, 9)
+    model.config.cache_bits["window"] = 2
+    with pytest.raises(ValueError, match=r"cache_bits of 'window'.* must be one of"):
+        read(model, tokens)
+
+
+@pytest.mark.parametrize("parts", [{"keys": 8, "values": 4}, {"keys": 4}, {"values": 8}], ids=str)
+@every_store
+@torch.no_grad()
+def test_keys_and_values_can_have_bits_of_their_own(name, options, parts):
+    kinds = make_config(CASE[name], **options).kinds_in_bits
+    bits = {}
+    for kind, _, part in (kind.partition(".") for kind in kinds):
+        if part in parts:
+            bits.setdefault(kind, {})[part] = parts[part]
+    model = make_model(CASE[name], **{**options, "cache_bits": bits}).double()
+    tokens = random_tokens(2, 14)
+    whole = model(tokens).logits
+    exact = make_model(CASE[name], **{**options, "cache_bits": None}).double()
+    assert bits == {} or 0 < (whole - exact(tokens).logits).norm() < 0.3 * whole.norm()
+    for lengths in ([5, 4, 5], [1] * 14):
+        cache = DynamicCache(config=model.config)
+        found = torch.cat([go_on(model, cache, x) for x in tokens.split(lengths, 1)], 1)
+        assert_close(found, whole)
+    cache = read(model.float(), tokens)
+    assert state_bytes(cache) == 2 * cache_bytes(model.config, 14)  # of two rows
 
 
 @pytest.mark.parametrize(
@@ -159,10 +256,76 @@ def test_generate_takes_the_bits_of_its_cache(name, bits):
     assert model.config.cache_bits is None
 
 
-def test_chunks_of_a_training_text_are_refused_since_bits_have_no_gradients():
-    model = make_model(CASE["attention-kept-bits"])
-    with pytest.raises(ValueError, match="chunk_length must be None with cache_bits="):
-        model.model(random_tokens(1, 8), chunk_length=4)
+@pytest.mark.parametrize("name", ["attention-kept", "transformer", "linear-sliding"])
+def test_the_cache_of_a_call_of_generate_goes_on_without_a_word_of_its_bits(name):
+    bits = {"attention": 8} if name == "linear-sliding" else 8
+    how = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 3}
+    found = []
+    for model, more in (
+        (make_model(CASE[name]), {"cache_bits": bits}),
+        (make_model(CASE[name], cache_bits=bits), {}),
+    ):
+        first = model.generate(random_tokens(1, 9), **how, **more)
+        second = model.generate(first.sequences, past_key_values=cache_of(first), **how)
+        logits = go_on(model, cache_of(second), random_tokens(1, 2))
+        held = torch.tensor(state_bytes(cache_of(second)))
+        found.append([*first.logits, *second.logits, logits, held])
+    assert all(map(torch.equal, *found))
+
+
+def test_threads_generate_in_bits_of_their_own():
+    model = make_model(CASE["attention-kept"])
+    tokens = random_tokens(1, 20)
+
+    def logits(bits):
+        how = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 4}
+        return torch.stack(model.generate(tokens, cache_bits=bits, **how).logits)
+
+    bits = [8, 4, None, 8]
+    alone = {x: logits(x) for x in {*bits}}
+    with ThreadPoolExecutor(len(bits)) as threads:
+        found = [*threads.map(logits, 4 * bits)]
+    assert all(torch.equal(x, alone[n]) for x, n in zip(found, 4 * bits))
+    assert model.config.cache_bits is None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@every_store
+def test_a_static_cache_reads_as_none(name, options, grad):
+    """Also with gradients, and with keys and values of tokens that were read in an earlier call."""
+    model = make_model(CASE[name], **options).double()
+    tokens = random_tokens(2, 14)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.set_grad_enabled(grad):
+        expected = model(tokens, use_cache=False).logits
+        found = [model(x, past_key_values=cache).logits for x in tokens.split([9, 1, 4], 1)]
+    assert_close(torch.cat(found, 1), expected)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("bits", [8, 4])
+@every_store
+def test_static_caches_in_bits_give_the_tokens_of_growing_ones(name, options, bits, chunk):
+    """Also where a prompt is read in chunks, before which transformers makes the tensors of a static cache."""
+    model = make_model(CASE[name], **{**options, "cache_bits": None})
+    how = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 4}
+    how |= {"cache_bits": bits_of(name, bits), "eos_token_id": None, "do_sample": False}
+    tokens = random_tokens(2, 9)
+    expected = model.generate(tokens, **how)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    found = model.generate(tokens, prefill_chunk_size=chunk, **static, **how)
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_chunks_of_a_training_text_have_all_bits():
+    """Their gradients flow through the states, which few bits do not pass."""
+    tokens = random_tokens(2, 14)
+    gradients = []
+    for bits, length in ((None, None), (8, 4)):
+        model = make_model(CASE["attention-kept-bits"], cache_bits=bits).double()
+        model(tokens, chunk_length=length, use_cache=False).logits.square().mean().backward()
+        gradients.append([x.grad for x in model.parameters()])
+    assert_close(*gradients)
 
 
 @every_store
@@ -171,39 +334,23 @@ def test_gradients_are_nearly_those_without_rounding(name, options):
     tokens = random_tokens(2, 14)
     gradients = {}
     for bits in (None, 8):
-        model = make_model(CASE[name], **{**options, "cache_bits": bits}).double()
-        model(tokens, labels=tokens).loss.backward()
+        model = make_model(CASE[name], **{**options, "cache_bits": bits and bits_of(name, bits)})
+        model.double()(tokens, labels=tokens).loss.backward()
         gradients[bits] = torch.cat([x.grad.flatten() for x in model.parameters()])
     assert (gradients[8] - gradients[None]).norm() < 0.2 * gradients[None].norm()
 
 
-DELTAFORMERS = ["deltaformer", "deltaformer-full-norope", "deltaformer-window"]
-
-
-@pytest.mark.parametrize("name", DELTAFORMERS)
-@torch.no_grad()
-def test_what_a_deltaformer_writes_depends_on_calls_by_less_than_rounding_changes(name):
-    tokens = random_tokens(2, 14)
-    exact = make_model(CASE[name]).double()(tokens).logits
-    model = make_model(CASE[name], cache_bits=8).double()
-    whole = model(tokens).logits
-    assert 0 < (whole - exact).norm() < 0.02 * exact.norm()
-    for lengths in ([14], [5, 4, 5], [1] * 14):
-        cache = DynamicCache(config=model.config)
-        found = torch.cat([go_on(model, cache, x) for x in tokens.split(lengths, 1)], 1)
-        assert (found - whole).norm() < 2 * (whole - exact).norm()
+@pytest.mark.parametrize("name", KINDS)
+def test_a_deltaformer_packs_its_keys_alone(name):
+    """Later u are computed from earlier ones, so that rounded ones would depend on how a text is divided."""
+    model = make_model(CASE[name], cache_bits={"memory": 4})
+    cache = read(model, random_tokens(2, 14))
+    states = [
+        x.states for x, kind in zip(cache.layers, model.config.layer_types) if "memory" in kind
+    ]
+    assert {x["keys"].dtype for x in states} == {torch.uint8}
+    assert {x["values"].dtype for x in states} == {torch.float32}
     assert state_bytes(cache) == 2 * cache_bytes(model.config, 14)  # of two rows
-
-
-@pytest.mark.parametrize("name", DELTAFORMERS)
-def test_a_deltaformer_learns_with_rounding(name):
-    tokens = random_tokens(2, 14)
-    gradients = []
-    for bits in (None, 8):
-        model = make_model(CASE[name], cache_bits=bits).double()
-        model(tokens, labels=tokens).loss.backward()
-        gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
-    assert (gradients[1] - gradients[0]).norm() < 0.2 * gradients[0].norm()
 
 
 def test_a_student_has_bits_of_heads_that_a_conversion_chooses():
@@ -274,14 +421,19 @@ def test_rounded_matrices_are_saved_as_they_are(bits, tmp_path):
         assert all(torch.equal(x, loaded.states[name]) for name, x in layer.states.items())
 
 
+def test_bits_of_values_are_refused_where_keys_alone_can_have_few():
+    make_config(CASE["deltaformer"], cache_bits={"memory": {"keys": 8}})
+    with pytest.raises(ValueError, match="cache_bits of 'memory' must have no bits of values"):
+        make_config(CASE["deltaformer"], cache_bits={"memory": {"keys": 8, "values": 8}})
+
+
 def test_bits_of_matrices_are_named_and_refused_where_there_are_none():
-    bits = {"recurrent_states": 4}
     with pytest.raises(
         ValueError, match=r"cache_bits of 'recurrent_states' must be one of \(16, 8\)"
     ):
-        make_config(CASE["gla"], cache_bits=bits)
+        make_config(CASE["gla"], cache_bits={"recurrent_states": 4})
     with pytest.raises(ValueError, match=r"a dict with some of \['memory'\]"):
-        make_config(CASE["deltaformer"], cache_bits=bits)
+        make_config(CASE["deltaformer"], cache_bits={"recurrent_states": 8})
     for case in CASES:
         config = make_config(case)
         states = [state for spec in config.state_specs for state in spec.values()]
