@@ -719,8 +719,6 @@ def kinds_of_layers(case: Case) -> list:
 def passes_gradients(case: Case) -> bool:
     """Whether all layers give the gradients of whole rows if these are read in parts."""
     config = make_config(case)
-    if config.cache_bits is not None:
-        return False
     return all(config.mixer_class(i).passes_gradients for i in range(len(config.layer_types)))
 
 

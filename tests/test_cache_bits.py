@@ -220,7 +220,7 @@ def test_bits_that_are_changed_in_place_are_those_of_new_caches():
 @every_store
 @torch.no_grad()
 def test_keys_and_values_can_have_bits_of_their_own(name, options, parts):
-    kinds = make_config(CASE[name], **options).kinds_in_bits
+    kinds = make_config(CASE[name], **options).states_in_bits
     bits = {}
     for kind, _, part in (kind.partition(".") for kind in kinds):
         if part in parts:

@@ -206,7 +206,7 @@ def test_layers_that_have_windows_keep_them_beside_layers_that_get_some(window, 
         assert [len(heads) for heads in config.full_attention_heads] == [0, 1]
 
 
-@pytest.mark.parametrize("option", ["attention_sinks", "virtual_token", None])
+@pytest.mark.parametrize("option", ["attention_sinks", None])
 def test_a_ranking_shows_the_first_tokens_where_something_stands_for_them(option):
     teacher = make_teacher()
     tokens = random_tokens(1, 400)[0]

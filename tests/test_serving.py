@@ -31,6 +31,7 @@ from cases import (
 )
 from comparing import assert_close
 from hf_memory import load_memory, save_memory
+from hf_memory.cache import held_bits
 from hf_memory.cache_argument import cache_of
 from hf_memory.serving import memory_file
 
@@ -546,7 +547,9 @@ def test_a_memory_is_loaded_in_the_bits_that_it_has_whatever_the_config_says(cas
         cache = read(model, tokens)
         save_memory(cache, tmp_path / "memory", model)
         with safe_open(tmp_path / "memory", "pt") as file:
-            assert json.loads(file.metadata()["cache_bits"]) == bits
+            written = json.loads(file.metadata()["cache_bits"])
+            assert written == dict(held_bits(cache).by_kind)
+            assert {name.partition(".")[0] for name in written} == {*bits}
         for other in ({}, each):
             loaded = load_memory(tmp_path / "memory", make_model(case, cache_bits=other))
             assert held(loaded).keys() == held(cache).keys()
