@@ -26,18 +26,26 @@ def with_sizes(**named):
 
 
 HEADS = {**SHARED, "layer_types": ["sliding_heads"], "sliding_window": 16, "num_sink_tokens": 2}
+KEPT = {**HEADS, "num_kept_tokens": 8, "kept_block_size": 8}
+WIDE = {"full_attention_heads": [[0, 1]], "full_attention_window": 40}
 NAMED = {
     "heads": HEADS,
     "heads without first tokens": {**HEADS, "num_sink_tokens": 0},
     "heads and full ones": {**HEADS, "full_attention_heads": [[1]]},
     "heads and wide ones": {**HEADS, "full_attention_heads": [[0]], "full_attention_window": 40},
-    "kept tokens": {**HEADS, "num_kept_tokens": 8, "kept_block_size": 8},
-    "kept tokens and full heads": {
-        **HEADS,
-        "num_kept_tokens": 8,
-        "kept_block_size": 8,
-        "full_attention_heads": [[1]],
+    "kept tokens": KEPT,
+    "kept tokens and full heads": {**KEPT, "full_attention_heads": [[1]]},
+    "kept tokens and wide heads": {**KEPT, **WIDE, "full_attention_heads": [[0]]},
+    "wide heads alone": {**HEADS, **WIDE},
+    "wide heads in place of kept tokens": {**KEPT, **WIDE},
+    "as many entries as heads": {
+        **KEPT,
+        **WIDE,
+        "num_sink_tokens": 0,
+        "sliding_window": 2,
+        "full_attention_window": 2,
     },
+    "full heads in place of kept tokens": {**KEPT, "full_attention_heads": [[0, 1]]},
     **{name: with_sizes(pattern=name) for name in PATTERNS},
     **{name: with_sizes(past=name) for name in PASTS},
 }
@@ -57,6 +65,7 @@ FUSED = (
     "cache",
     "heads and full ones",
     "kept tokens and full heads",
+    "full heads in place of kept tokens",
 )  # whole texts, in float32 of kernels
 every_form = pytest.mark.parametrize("form", FORMS)
 
@@ -126,7 +135,11 @@ def test_pieces_keep_the_sums_of_the_whole(form):
 
 
 @pytest.mark.parametrize(
-    "form", ["heads", "kept tokens", "infinite", "xl", "block_local", "heads and wide ones"]
+    "form",
+    [
+        *("heads", "kept tokens", "infinite", "xl", "block_local", "heads and wide ones"),
+        *("wide heads in place of kept tokens", "as many entries as heads"),
+    ],
 )
 def test_kept_sums_do_not_grow_with_the_text(form):
     mixer, _, x = mixers(form, torch.float32)
