@@ -505,7 +505,7 @@ def _extended(x: Tensor, state: State, tokens_read: int) -> Tensor:
     return F.pad(x, (*(0, 0) * len(state.shape), *sides), value=state.absent)
 
 
-class _Packed:
+class Packed:
     """Keys and values of a layer of transformers' caches, which are stored as `rows` says; attention sees numbers."""
 
     rows: Rows
@@ -527,20 +527,20 @@ class _Packed:
         return min(int(self.get_seq_length()), held.shape[2]) if is_static else held.shape[2]
 
 
-class DynamicLayerInBits(_Packed, DynamicLayer):
-    """See `_Packed`."""
+class DynamicLayerInBits(Packed, DynamicLayer):
+    """See `Packed`."""
 
 
-class DynamicSlidingWindowLayerInBits(_Packed, DynamicSlidingWindowLayer):
-    """See `_Packed`."""
+class DynamicSlidingWindowLayerInBits(Packed, DynamicSlidingWindowLayer):
+    """See `Packed`."""
 
 
-class StaticLayerInBits(_Packed, StaticLayer):
-    """See `_Packed`."""
+class StaticLayerInBits(Packed, StaticLayer):
+    """See `Packed`."""
 
 
-class StaticSlidingWindowLayerInBits(_Packed, StaticSlidingWindowLayer):
-    """See `_Packed`."""
+class StaticSlidingWindowLayerInBits(Packed, StaticSlidingWindowLayer):
+    """See `Packed`."""
 
 
 PACKED = {
@@ -754,7 +754,7 @@ def set_bits(cache: Cache, bits: CacheBits) -> None:
 
 def held_bits(cache: Cache) -> CacheBits:
     """The bits by kind of the states of a cache that are stored in few."""
-    found = {}
+    found: dict[Any, int] = {}
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
             stored = layer.spec.values()

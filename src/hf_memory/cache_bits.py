@@ -57,17 +57,18 @@ def read_bits(given: Any) -> CacheBits:
     return CacheBits(tuple(sorted(by_kind.items())))
 
 
-def check_kinds(given: Any, kinds: list[str]) -> None:
+def check_kinds(given: Any, states: list[str]) -> None:
     """Raise ValueError if `cache_bits` names states that a model does not have, or that cannot have few bits.
 
-    `kinds` are those of the model, such as "window.keys" and "recurrent_states".
+    `states` are those of the model, such as "window.keys" and "recurrent_states".
     """
-    known = list(dict.fromkeys(kind.partition(".")[0] for kind in kinds))
-    has_rows = any(kind != RECURRENT for kind in kinds)
+    known = list(dict.fromkeys(name.partition(".")[0] for name in states))
+    has_rows = any(name != RECURRENT for name in states)
     if isinstance(given, int) and not has_rows:
         expected = f"None, or a dict with some of {known}," if known else "None"
         raise ValueError(
-            f"cache_bits must be {expected} since no layer has keys and values of tokens, got {given}"
+            f"cache_bits must be {expected} since no layer has keys and values of tokens that can have few bits, got "
+            f"{given}"
         )
     if not isinstance(given, dict):
         return
@@ -77,7 +78,7 @@ def check_kinds(given: Any, kinds: list[str]) -> None:
                 f"cache_bits must be a number, or a dict with some of {known}, got {kind!r}"
             )
         for part in bits if isinstance(bits, dict) else ():
-            if f"{kind}.{part}" not in kinds:
+            if f"{kind}.{part}" not in states:
                 raise ValueError(
                     f"cache_bits of {kind!r} must have no bits of {part}, which keep all"
                 )

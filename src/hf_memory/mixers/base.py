@@ -258,7 +258,7 @@ class Projections(nn.Module, ABC):
         return {name: state.stored(bits) for name, state in states.items()}
 
     @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> list[str]:
+    def states_in_bits(cls, config, layer_idx: int) -> list[str]:
         """The kinds of states of a layer that can be stored in few bits, such as "window.keys"."""
         states = flat(cls.state_spec(config, layer_idx)).values()
         kinds = (state.name_of_kind for state in states)

@@ -84,8 +84,8 @@ class DeltaFormerMixer(MemoryMixer):
         past = layout.read_many(new._replace(values=u, stored_values=u), tokens, context)
         if self.config.read_kernel == "softmax":
             near = past.near._replace(keys=past.near.keys[..., : self.head_dim])
-            how = {"window": self.window, "is_whole": context.is_whole}
-            o = full_attention(q, tokens, near, self.scores, **how)
+            is_whole = context.is_whole
+            o = full_attention(q, tokens, near, self.scores, window=self.window, is_whole=is_whole)
         else:
             k = unit_length(keys[..., : self.head_dim])
             u = u if u_before is None else torch.cat([u_before, u], 1)

@@ -166,7 +166,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         always = self.always(x)
         first = [] if always is None else [always.map(lambda x: x.expand(q.shape[0], *x.shape[1:]))]
         blocks = Blocks.of(q, Tokens(places), *first, segment)
-        return self.scores.attend(blocks), *stored
+        return self.scores.attend(blocks), stored[0], stored[1]
 
     def _put(
         self, k: Tensor, v: Tensor, places: Tensor, context: Context

@@ -129,9 +129,9 @@ class WindowedMixer(MemoryMixer):
         return past.spec(heads, D, D)
 
     @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> list[str]:
-        """See `Projections.kinds_in_bits`; also without full heads, which a conversion chooses later."""
-        kinds = super().kinds_in_bits(config, layer_idx)
+    def states_in_bits(cls, config, layer_idx: int) -> list[str]:
+        """See `Projections.states_in_bits`; also without full heads, which a conversion chooses later."""
+        kinds = super().states_in_bits(config, layer_idx)
         usual = [f"{kind}.{x}" for kind in ("window", "full_attention_heads") for x in ROWS]
         return list(dict.fromkeys([*usual, *kinds]))
 

@@ -3,6 +3,7 @@
 Tests, conversion and the Hub code loop over FAMILIES, which has an entry with the classes of each family.
 """
 
+from hf_memory.mixers.pasts import register_eviction
 from hf_memory.modeling import (
     delta_net,
     deltaformer,
@@ -22,7 +23,7 @@ from hf_memory.modeling.registration import (
     register,
 )
 
-__all__ = ["AUTO_CLASSES", "FAMILIES", "Family", "register_gate"]
+__all__ = ["AUTO_CLASSES", "FAMILIES", "Family", "register_eviction", "register_gate"]
 
 FAMILIES = (
     Family.of(linear_transformer, "LinearTransformer"),

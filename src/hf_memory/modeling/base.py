@@ -556,9 +556,10 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         finally:
             BITS_OF_CALL.reset(before)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """Give the cache of a call of `generate` the bits of this call, too."""
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        prepare: Any = super()._prepare_cache_for_generation
+        prepare(generation_config, model_kwargs, *args, **kwargs)
         bits = BITS_OF_CALL.get()
         cache = model_kwargs.get(CACHE)
         if isinstance(cache, Cache) and bits is not None:

@@ -106,7 +106,7 @@ def strict(config: type) -> type:
     A value of a wrong type raises ValueError, as every other value that is refused does.
     """
     config = dataclasses.strict(config)
-    set_checked = config.__setattr__
+    set_checked: Any = config.__setattr__
 
     def set_field(self: Any, name: str, value: Any) -> None:
         try:

@@ -141,6 +141,8 @@ class MemoryConfig(
         self.fill_local_rope()
         self.__dict__["_derived"] = derived
         self.validate_architecture()
+        if self.cache_bits is not None:
+            check_kinds(self.cache_bits, self.states_in_bits)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; fields that were not given and whose default depends on it follow, as if it had been given.
@@ -289,7 +291,7 @@ class MemoryConfig(
                 tokens of which some cannot have it.
         """
         bits = read_bits(cache_bits)
-        check_kinds(cache_bits, self.kinds_in_bits)
+        check_kinds(cache_bits, self.states_in_bits)
         if not isinstance(cache_bits, int):
             return bits
         specs = enumerate(self.state_specs_in(bits))
@@ -301,9 +303,14 @@ class MemoryConfig(
 
     @property
     def kinds_in_bits(self) -> list[str]:
-        """The kinds of states of this model that can be stored in few bits, such as "window.keys"."""
+        """The kinds of states of this model that can be stored in few bits, as `cache_bits` names them."""
+        return list(dict.fromkeys(name.partition(".")[0] for name in self.states_in_bits))
+
+    @property
+    def states_in_bits(self) -> list[str]:
+        """The states of these kinds, such as "window.keys" and "window.values"."""
         layers = range(self.num_hidden_layers)
-        found = [kind for i in layers for kind in self.mixer_class(i).kinds_in_bits(self, i)]
+        found = [kind for i in layers for kind in self.mixer_class(i).states_in_bits(self, i)]
         return list(dict.fromkeys(found))
 
     @property
@@ -353,5 +360,4 @@ class MemoryConfig(
         )
         check_rope("rope_parameters", self.rope_parameters, self.head_dim)
         read_bits(self.cache_bits)
-        check_kinds(self.cache_bits, self.kinds_in_bits)
         super().validate_architecture()

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_memory.cache import Inputs, MemoryLayer, Spec, States
+from hf_memory.cache import Inputs, MemoryLayer, Packed, Spec, States, rows_of
 from hf_memory.cache_argument import named_cache
+from hf_memory.cache_bits import ALL_BITS
 from hf_memory.modeling.chunks import check_divisible
 
 
@@ -240,14 +241,32 @@ class _WindowKeys(_Keys, DynamicSlidingWindowLayer):
         return self.cumulative_length
 
 
+class _KeysInBits(Packed, _Keys):
+    """See `Packed`."""
+
+
+class _WindowKeysInBits(Packed, _WindowKeys):
+    """See `Packed`."""
+
+
 def _cache(config, link: Link, before: int) -> Cache:
-    """A cache that goes on after the states of the process before, which has read `before` tokens with the others."""
+    """A cache that goes on after the states of the process before, which has read `before` tokens with the others.
+
+    With gradients, which do not flow through states in few bits, these have all their bits.
+    """
     layers: list[Any] = []
+    bits = ALL_BITS if torch.is_grad_enabled() else config.default_bits
+    rows = rows_of(bits, "attention")
+    in_bits = rows.is_packed
     for layer in DynamicCache(config=config).layers:
         if isinstance(layer, MemoryLayer):
             layers.append(_Memory(link, before))
         elif isinstance(layer, DynamicSlidingWindowLayer):
-            layers.append(_WindowKeys(link, before, layer.sliding_window))
+            of_window = _WindowKeysInBits if in_bits else _WindowKeys
+            layers.append(of_window(link, before, layer.sliding_window))
         else:
-            layers.append(_Keys(link, before))
+            layers.append((_KeysInBits if in_bits else _Keys)(link, before))
+    for layer in layers:
+        layer.bits = bits
+        layer.rows = rows
     return Cache(layers=layers)

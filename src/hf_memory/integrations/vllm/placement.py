@@ -60,11 +60,9 @@ def check(config: Any) -> None:
 def bits_of_engine(config: Any) -> list[str]:
     """The kinds of keys and values with bits of ours that vLLM's attention stores in its own dtype."""
     layers = [i for i in range(config.num_hidden_layers) if is_attention(config, i)]
-    found = {kind for i in layers for kind in config.mixer_class(i).kinds_in_bits(config, i)}
-    found -= {"full_attention_heads"}
-    if any(config.full_attention_heads or ()):
-        found.add("full_attention_heads")
-    return sorted(kind for kind in found if config.bits_of(kind))
+    specs = config.state_specs
+    found = {state.kind for i in layers for state in specs[i].values() if state.kind and state.bits}
+    return sorted({kind.partition(".")[0] for kind in found})
 
 
 def window_parts(config: Any) -> int:

@@ -108,9 +108,16 @@ class Kept(NamedTuple):
         return attended
 
     def _rule(self, scores: Scores, needs_mass: bool = False) -> Rule:
-        sizes = self.block, self.first, self.size
-        how = scores.scaling, scores.softcap or 0.0, scores.gates, needs_mass
-        return Rule(*sizes, POLICIES[self.policy], *how)
+        return Rule(
+            self.block,
+            self.first,
+            self.size,
+            POLICIES[self.policy],
+            scores.scaling,
+            scores.softcap or 0.0,
+            scores.gates,
+            needs_mass,
+        )
 
     def _attend(
         self, q: Tensor, new: New, context: Context, scores: Scores, needs_mass: bool
@@ -118,7 +125,7 @@ class Kept(NamedTuple):
         if context.cu_seqlens is not None:
             parts = []
             for here, alone in context.apart():
-                of_part = new.map(lambda x, here=here: x[:, here])
+                of_part = new.part(here)
                 parts.append(self._attend(q[:, here], of_part, alone, scores, needs_mass)[0])
             joined = [None if x[0] is None else torch.cat(x, 1) for x in zip(*parts)]
             return joined, {}
@@ -201,17 +208,18 @@ class Kept(NamedTuple):
         # the places of a block that goes on
         last = (offset + after - before) // c * c + torch.arange(c, device=q.device)
         inside = last.clamp(max=place.shape[0] - 1)
-        is_left = (last >= place.shape[0])[:, None]
+        is_empty = (last >= place.shape[0]) | (number.gather(1, inside) == 0)
 
         def going_on(x: Tensor) -> Tensor:
             """Of entries [B, H, stay + places, ...] those that are held, and then the block that goes on."""
             block = rows_at(x[:, :, n:], inside[:, None].expand(-1, x.shape[1], -1))
-            is_empty = is_left | (rows_at(number[:, None], inside[:, None]) == 0)
-            block = block.masked_fill(expand_dims_like(is_empty, block), 0)
+            block = block.masked_fill(expand_dims_like(is_empty[:, None], block), 0)
             return torch.cat([rows_at(x, stays), block], 2)
 
         keys, values, numbers = map(going_on, (keys, values, numbers))
-        begun = take(queries.detach(), inside).transpose(1, 2).contiguous()
+        begun = take(queries.detach(), inside)
+        begun = begun.masked_fill(expand_dims_like(is_empty, begun), 0)
+        begun = begun.transpose(1, 2).contiguous()
         return attended, Entries(keys, values, numbers, score, begun)
 
     def _write(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Any]:
@@ -296,6 +304,7 @@ class Kept(NamedTuple):
         for x in held.rows:
             x[:, :, :n] = rows_at(x, best)
             x[:, :, n:].masked_fill_(expand_dims_like(ends, x), 0)
+        held.queries.masked_fill_(ends[..., None], 0)
 
 
 def _write(x: Tensor, at: Tensor, new: Tensor) -> None:

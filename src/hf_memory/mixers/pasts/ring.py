@@ -60,8 +60,9 @@ class Ring(NamedTuple):
         """The outputs [B, T, HQ, V] of queries [B, T, HQ, D] of new tokens, and the states after these."""
         past = self.read_many(new, tokens, context)
         if self.is_long:
-            how = {"first": past.first, "window": self.size}
-            return full_attention(q, tokens, past.near, scores, **how), past.states
+            near, first = past.near, past.first
+            o = full_attention(q, tokens, near, scores, first=first, window=self.size)
+            return o, past.states
         return rows_of(map(scores.attend, past.blocks(q, tokens)), q), past.states
 
     def attend_with_mass(

@@ -51,6 +51,10 @@ class New(NamedTuple):
         """Those of one row."""
         return self.map(lambda x: x[i : i + 1])
 
+    def part(self, tokens: slice) -> "New":
+        """Those of some of the tokens."""
+        return self.map(lambda x: x[:, tokens])
+
     @property
     def seen(self) -> tuple[Tensor, Tensor]:
         """The numbers that queries see."""
@@ -99,8 +103,8 @@ class Seen(NamedTuple):
             return o.flatten(2, 3), mass
         if not isinstance(self.keys, Tensor):
             rows = zip(self._each_row(), q.split(1))
-            o, mass = zip(*(row.attend_with_mass(x, scores) for row, x in rows))
-            return torch.cat(o), torch.cat(mass)
+            outputs, masses = zip(*(row.attend_with_mass(x, scores) for row, x in rows))
+            return torch.cat(outputs), torch.cat(masses)
         keys, values = (x.transpose(1, 2) for x in self._numbers(q))
         visible = self.visible
         if visible is not None:

@@ -130,8 +130,8 @@ class ForgettingHeads(PlainHeads):
         return super().declared(config, layer_idx, ALL_BITS)
 
     @classmethod
-    def kinds_in_bits(cls, config, layer_idx: int) -> list[str]:
-        """See `Projections.kinds_in_bits`."""
+    def states_in_bits(cls, config, layer_idx: int) -> list[str]:
+        """See `Projections.states_in_bits`."""
         return []
 
     @property

@@ -56,7 +56,8 @@ def attention_in_bits(
     """
     B, H, _, D = q.shape
     S = keys[0].shape[1]
-    stored = ("keys", keys, rows.key_bits), ("values", values, rows.value_bits)
+    both: Any = rows
+    stored = ("keys", keys, both.key_bits), ("values", values, both.value_bits)
     for name, x, bits in stored:
         _check(name, x, (B, H, S, packed_bytes(D, bits)), q)
     if visible is not None:

@@ -135,7 +135,8 @@ def _in_pieces(
         *held, score = before
         joined = [torch.cat([x, y.transpose(1, 2)], 2) for x, y in zip(held, new)]
         *of_block, place = joined
-        o, mass, order, score = retained_attention(q, *of_block, score, rule)
+        k, v, number = of_block
+        o, mass, order, score = retained_attention(q, k, v, number, score, rule)
         after = *(rows_at(x, order) for x in of_block), place.gather(2, order), score
         return [o] if mass is None else [o, mass], after
 
