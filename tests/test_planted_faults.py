@@ -20,6 +20,7 @@ import test_conversion
 import test_decoding
 import test_deltaformer
 import test_depth
+import test_distributed
 import test_export
 import test_forgetting
 import test_generation
@@ -50,7 +51,7 @@ from hf_memory.integrations.vllm import states
 from hf_memory.mixers import base, deltaformer, kv_eviction, memory_as_context, pasts, windowed
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
-from hf_memory.modeling import checks, depth, loading
+from hf_memory.modeling import checks, context_parallel, depth, loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
 from hf_memory.ops.attention_in_bits import chunk as codes
 from hf_memory.ops.attention_in_bits import kernels as kernels_in_bits
@@ -598,3 +599,28 @@ def test_a_hybrid_that_keeps_what_was_undone_is_seen(monkeypatch):
     monkeypatch.setattr(MemoryLayer, "crop", lambda self, tokens_to_remove: None)
     with pytest.raises(AssertionError):
         test_native.test_undone_tokens_leave_no_trace("qwen3_5")
+
+
+@pytest.mark.parametrize("lost", ["attention_mask", "labels", "num_items_in_batch"])
+def test_an_argument_that_is_lost_where_rows_are_split_is_seen(lost, monkeypatch, tmp_path):
+    named = context_parallel.named_cache
+
+    def without(given):
+        return {name: x for name, x in named(given).items() if name != lost}
+
+    monkeypatch.setattr(context_parallel, "named_cache", without)
+    with (
+        pytest.raises((AssertionError, TypeError)),
+        test_distributed.process_group(tmp_path),
+    ):
+        test_distributed.test_a_model_whose_rows_are_split_is_called_as_any_model(
+            test_distributed.of_a_trainer, None, None
+        )
+
+
+def test_different_rows_of_processes_that_share_them_are_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(context_parallel.Link, "check_same", lambda self, rows: None)
+    with pytest.raises(pytest.fail.Exception), test_distributed.process_group(tmp_path):
+        test_distributed.test_different_rows_in_processes_that_share_them_are_refused(
+            None, monkeypatch
+        )
