@@ -38,7 +38,7 @@ import test_transformer
 import test_vllm_plugin
 from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
 from forms import FORMS
-from hf_memory import cache, cache_argument, save_memory
+from hf_memory import MemoryTransformerForTokenClassification, cache, cache_argument, save_memory
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion import recipe
 from hf_memory.conversion.stages import distillation, trainer
@@ -623,4 +623,22 @@ def test_different_rows_of_processes_that_share_them_are_seen(monkeypatch, tmp_p
     with pytest.raises(pytest.fail.Exception), test_distributed.process_group(tmp_path):
         test_distributed.test_different_rows_in_processes_that_share_them_are_refused(
             None, monkeypatch
+        )
+
+
+def test_own_losses_that_vanish_from_a_loss_of_logits_are_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(modeling_base, "check_own_loss", lambda loss, own_loss: None)
+    arguments = {"label_smoothing_factor": 0.1}
+    with pytest.raises(pytest.fail.Exception):
+        test_own_losses.test_a_trainer_that_computes_the_loss_itself_is_refused(
+            "routing", arguments, None, tmp_path
+        )
+
+
+def test_own_losses_that_vanish_from_a_classifier_are_seen(monkeypatch):
+    unchanged = MemoryTransformerForTokenClassification.forward.__wrapped__.__wrapped__.__wrapped__
+    monkeypatch.setattr(MemoryTransformerForTokenClassification, "forward", unchanged)
+    with pytest.raises(AssertionError):
+        test_own_losses.test_heads_that_classify_add_what_the_model_adds(
+            "routing", MemoryTransformerForTokenClassification
         )
