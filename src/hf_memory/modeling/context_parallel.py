@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from hf_memory.cache import Inputs, MemoryLayer, Spec, States
 from hf_memory.cache_argument import named_cache
+from hf_memory.modeling.any_model import named_arguments
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.chunks import check_divisible
 
@@ -64,8 +64,7 @@ def _own_part(
     model: nn.Module, args: tuple, given: dict[str, Any], link: "Link"
 ) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a model for this process's part of the tokens."""
-    given = dict(zip(signature(model.forward).parameters, args)) | given
-    given = named_cache(given)
+    given = named_cache(named_arguments(model, args, given))
     rows = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
     T = rows.shape[1]
     mask = given.get("attention_mask")
