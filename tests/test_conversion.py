@@ -65,6 +65,50 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(name):
     assert_close(teacher(tokens).logits, in_float64(student)(tokens).logits, student(tokens).logits)
 
 
+def with_another_head(name, folder):
+    """A teacher whose config ties its head to its embeddings, in a folder with another head."""
+    made = make_teacher(name)
+    original = type(made)(replaced(made.config, tie_word_embeddings=False)).eval()
+    original.load_state_dict(made.state_dict())
+    nn.init.normal_(original.lm_head.weight)
+    original.save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(described))
+    return original
+
+
+def replaced(config, **fields):
+    return type(config)(**config.to_dict() | fields)
+
+
+@every_teacher
+def test_a_head_that_a_config_ties_in_vain_is_the_teachers_and_the_students(name, tmp_path):
+    original = with_another_head(name, tmp_path)
+    tokens = random_tokens(2, 24)
+    assert not conversion.load_config(str(tmp_path)).tie_word_embeddings
+    teacher = conversion.load_teacher(str(tmp_path))
+    student = make_student(teacher, "linear", keep=(0, 1))
+    carry_over(student, teacher)
+    expected = original(tokens).logits
+    assert torch.equal(teacher(tokens).logits, expected)
+    assert_close(expected, in_float64(student)(tokens).logits, student(tokens).logits)
+    student.save_pretrained(tmp_path / "student")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert torch.equal(loaded.lm_head.weight, student.lm_head.weight)
+
+
+@every_teacher
+def test_a_teacher_with_two_tensors_for_one_of_its_student_is_refused(name, tmp_path):
+    with_another_head(name, tmp_path)
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert teacher.config.tie_word_embeddings
+    student = make_student(teacher, "linear", keep=(0, 1))
+    expected = "lm_head.weight are one tensor in the student, and differ .* set tie_word_embeddings"
+    with pytest.raises(ValueError, match=expected):
+        carry_over(student, teacher)
+
+
 @every_teacher
 def test_a_deltaformer_starts_as_its_teacher(name):
     teacher = make_teacher(name)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,6 +35,28 @@ def test_whole_models_are_loaded(folder):
     assert load_model(folder).config.to_dict() == load_config(folder).to_dict() | {
         "dtype": "float32"
     }
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_config_ties_a_head_only_if_its_values_are_the_embeddings(folder, same):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    embeddings = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embeddings.clone() if same else 2 * embeddings}, file)
+    change(folder, tie_word_embeddings=True)
+    assert load_config(folder).tie_word_embeddings is same
+    model = load_model(folder)
+    assert model.config.tie_word_embeddings is same
+    assert torch.equal(model.lm_head.weight, (1 if same else 2) * embeddings)
+
+
+def test_a_head_in_a_file_without_a_header_is_found_when_it_is_loaded(folder):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
+    torch.save(weights, folder / "pytorch_model.bin")
+    change(folder, tie_word_embeddings=True)
+    assert not load_model(folder).config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from hf_memory import MemoryTransformerForTokenClassification, cache, cache_argu
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion import recipe
 from hf_memory.conversion.stages import distillation, trainer
+from hf_memory.conversion.students import weights
 from hf_memory.decoding import datastore
 from hf_memory.evaluation import counts, language, scores, tasks
 from hf_memory.export import exporting
@@ -281,6 +282,23 @@ def test_missing_weights_that_become_random_are_seen(monkeypatch, tmp_path):
     make_model(CASE["deltanet"]).save_pretrained(tmp_path)
     with pytest.raises(pytest.fail.Exception):
         test_loading.test_missing_weights_are_refused_by_name(tmp_path, loading.load_model)
+
+
+def test_a_head_that_a_config_ties_in_vain_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "_differ", lambda *given: False)
+    monkeypatch.setattr(loading, "_is_tied", lambda model: True)
+    with pytest.raises(AssertionError):
+        test_conversion.test_a_head_that_a_config_ties_in_vain_is_the_teachers_and_the_students(
+            "llama", tmp_path
+        )
+
+
+def test_a_head_that_overwrites_the_embeddings_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(weights, "_overwritten", lambda *given: [])
+    with pytest.raises(pytest.fail.Exception):
+        test_conversion.test_a_teacher_with_two_tensors_for_one_of_its_student_is_refused(
+            "llama", tmp_path
+        )
 
 
 @pytest.mark.parametrize("fault", ["texts beside data", "byte-order marks"])
