@@ -40,7 +40,7 @@ from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
 from forms import FORMS
 from hf_memory import MemoryTransformerForTokenClassification, cache, cache_argument, save_memory
 from hf_memory.cache import MemoryLayer
-from hf_memory.conversion import recipe
+from hf_memory.conversion import recipe, students
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.conversion.students import weights
 from hf_memory.decoding import datastore
@@ -660,3 +660,9 @@ def test_own_losses_that_vanish_from_a_classifier_are_seen(monkeypatch):
         test_own_losses.test_heads_that_classify_add_what_the_model_adds(
             "routing", MemoryTransformerForTokenClassification
         )
+
+
+def test_a_rotation_that_changes_with_the_length_of_a_text_is_seen(monkeypatch):
+    monkeypatch.setattr(students, "with_one_rope", lambda shared, *others: shared)
+    with pytest.raises(AssertionError):
+        test_conversion.test_a_student_cannot_go_on_where_the_angles_of_its_teacher_change()

@@ -71,7 +71,7 @@ def load_config(name: str | Path) -> PreTrainedConfig:
 
 def _differ(files: list[Path], first: str, second: str) -> bool:
     """Whether files of weights have two tensors with different values."""
-    found = {}
+    found: dict[str, Path] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
             found |= dict.fromkeys({first, second} & {*tensors.keys()}, file)
