@@ -24,6 +24,7 @@ import test_distributed
 import test_export
 import test_forgetting
 import test_generation
+import test_gguf
 import test_inputs
 import test_kv_eviction
 import test_loading
@@ -43,6 +44,7 @@ from hf_memory.cache import MemoryLayer
 from hf_memory.conversion import recipe, students
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.conversion.students import weights
+from hf_memory.conversion.teachers import gguf
 from hf_memory.decoding import datastore
 from hf_memory.evaluation import counts, language, scores, tasks
 from hf_memory.export import exporting
@@ -666,3 +668,39 @@ def test_a_rotation_that_changes_with_the_length_of_a_text_is_seen(monkeypatch):
     monkeypatch.setattr(students, "with_one_rope", lambda shared, *others: shared)
     with pytest.raises(AssertionError):
         test_conversion.test_a_student_cannot_go_on_where_the_angles_of_its_teacher_change()
+
+
+@pytest.mark.parametrize(
+    ("case", "lost"),
+    [
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping"),
+        ("gemma2", "query_pre_attn_scalar"),
+        ("gemma3", "query_pre_attn_scalar"),
+        ("gemma3", "layer_types"),
+        ("phi3 with windows", "sliding_window"),
+    ],
+)
+def test_metadata_of_a_file_that_is_lost_is_seen(case, lost, monkeypatch, tmp_path):
+    fields_of = gguf.fields_of
+
+    def without(said, architecture):
+        return {name: x for name, x in fields_of(said, architecture).items() if name != lost}
+
+    monkeypatch.setattr(gguf, "fields_of", without)
+    with pytest.raises(AssertionError):
+        test_gguf.test_a_teacher_in_a_file_is_the_model_that_was_written(case, tmp_path)
+
+
+def test_a_rotation_of_a_file_that_is_lost_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(gguf, "ropes_of", lambda said, given: given)
+    with pytest.raises(AssertionError):
+        test_gguf.test_a_teacher_in_a_file_is_the_model_that_was_written("phi3 in part", tmp_path)
+
+
+def test_metadata_of_a_file_that_nobody_reads_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(gguf, "refused", lambda said, architecture: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_gguf.test_metadata_that_changes_predictions_and_is_not_read_is_refused(
+            "a scale of scores", "llama", tmp_path
+        )
