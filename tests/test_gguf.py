@@ -306,6 +306,9 @@ TOKENIZERS = {
     "added tokens that are no list": lambda words: words.update(added_tokens=None),
     "added tokens that are words": lambda words: words.update(added_tokens=["a"]),
     "without a model": lambda words: words.pop("model"),
+    "a prefix that no merge has": lambda words: words["model"].update(
+        continuing_subword_prefix="#" * 99
+    ),
 }
 
 

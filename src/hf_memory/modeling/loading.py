@@ -217,5 +217,12 @@ def _explained(wanted: str) -> Iterator[None]:
         yield
     except (ValueError, OSError, StrictDataclassError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         raise ValueError(f"{wanted}, got {type(error).__name__} ({error})") from error
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether an error is one of a program, and no interruption; tokenizers, in Rust, raises no `Exception` in a panic."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

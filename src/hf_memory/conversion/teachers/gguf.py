@@ -41,7 +41,7 @@ from hf_memory.conversion.teachers.gguf_metadata import (
 )
 from hf_memory.files.chat_template import apply_template
 from hf_memory.modeling.card import is_address, terms
-from hf_memory.modeling.loading import load_model
+from hf_memory.modeling.loading import is_fault, load_model
 
 ENDS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
 SAMPLING = {
@@ -125,7 +125,9 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except (PermissionError, UnsupportedFile):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         reason = str(error).split("\n")[0] or type(error).__name__
         raise UnsupportedFile(
             f"{file.name} is damaged or incomplete, or of a kind that is not read: {reason}"
@@ -214,7 +216,11 @@ def read_tokenizer(file: Path):
     if beside.exists():
         try:
             return PreTrainedTokenizerFast.from_pretrained(file.parent)
-        except Exception as error:  # whatever transformers and tokenizers raise for a damaged file
+        except (
+            BaseException
+        ) as error:  # whatever transformers and tokenizers raise for a damaged file
+            if not is_fault(error):
+                raise
             reason = str(error).split("\n")[0] or type(error).__name__
             raise UnsupportedFile(
                 f"{beside} must describe a tokenizer, got a damaged one ({reason}): without it, {file.name} has one"
