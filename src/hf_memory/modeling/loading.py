@@ -224,5 +224,5 @@ def _explained(wanted: str) -> Iterator[None]:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether an error is one of a program, and no interruption; tokenizers, in Rust, raises no `Exception` in a panic."""
+    """Whether an error is no interruption. A panic in Rust, as in tokenizers, is an error that is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
