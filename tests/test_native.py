@@ -188,6 +188,24 @@ def test_assisted_decoding_and_prompt_lookup_change_no_token(kind):
         assert torch.equal(model.generate(prompt, **options, **way), expected)
 
 
+@every_kind
+@pytest.mark.parametrize(
+    "way", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": None}], ids=str
+)
+def test_assisted_decoding_goes_on_from_a_cache(kind, way):
+    """Also by a copy of the model."""
+    model = copy.deepcopy(ours(kind))
+    way = {name: model if x is None else x for name, x in way.items()}
+    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    document = random_tokens(1, 8)
+    tokens = torch.cat([document, document[:, 2:6]], 1)
+    expected = model.generate(tokens, **options)
+    for length in (1, 8, 11):
+        cache = DynamicCache(config=model.config)
+        read(model, tokens[:, :length], cache)
+        assert torch.equal(model.generate(tokens, **{CACHE: cache}, **options, **way), expected)
+
+
 @torch.no_grad()
 def test_beams_and_static_caches_change_no_token():
     model = ours("qwen3_5")

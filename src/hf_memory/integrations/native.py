@@ -18,6 +18,7 @@ from hf_memory.cache import Spec, State, States, hold_a_memory, hold_in_bits
 from hf_memory.cache_argument import CACHE, NAMES, named_cache
 from hf_memory.layers import causal_convolution, unit_length, upcast
 from hf_memory.mixers.base import RECURRENT, Context, MemoryMixer
+from hf_memory.modeling.assisted import note_read, sequence_length
 from hf_memory.modeling.checks import bits_by_kind, check_bits
 from hf_memory.modeling.packing import (
     PACKING,
@@ -310,10 +311,34 @@ def use_memory_ops(model: Model, cache_bits: int | dict[str, int] | None = None)
     for module in modules:
         if isinstance(module, PreTrainedModel):
             module._is_stateful = False  # transformers refuses to undo tokens of models that are
+            go_on_from_caches(module)
         if mixers and has_mixers(module):
             names = list(signature(module.forward).parameters)
             module.register_forward_pre_hook(partial(keep_packed_apart, names), with_kwargs=True)
     return model
+
+
+def go_on_from_caches(model: Any) -> None:
+    """Let assisted decoding read what a cache has not read; see `hf_memory.modeling.assisted`."""
+    model._get_candidate_generator = partial(candidate_generator, model)
+    model.prepare_inputs_for_generation = partial(prepared_inputs, model)
+
+
+def candidate_generator(model: Any, *, generation_config, input_ids, model_kwargs, **kwargs) -> Any:
+    """`_get_candidate_generator` of a model's class, which then notes what was read."""
+    given = {"generation_config": generation_config, "input_ids": input_ids}
+    make = type(model)._get_candidate_generator
+    generator = make(model, model_kwargs=model_kwargs, **given, **kwargs)
+    note_read(model_kwargs, generation_config, input_ids)
+    return generator
+
+
+def prepared_inputs(
+    model: Any, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs
+) -> dict[str, Any]:
+    """`prepare_inputs_for_generation` of a model's class, for what is new."""
+    length = sequence_length(kwargs, input_ids, next_sequence_length)
+    return type(model).prepare_inputs_for_generation(model, input_ids, length, **kwargs)
 
 
 def is_of_transformers(module: nn.Module) -> bool:

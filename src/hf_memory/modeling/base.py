@@ -30,6 +30,7 @@ from hf_memory.cache_argument import CACHE, NAMES, cache_of, named_cache, takes_
 from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.modeling.assisted import note_read, sequence_length
 from hf_memory.modeling.chunks import read_in_chunks
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.hub import HubModel
@@ -551,6 +552,13 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         finally:
             config.cache_bits = before
 
+    def _get_candidate_generator(self, *, generation_config, input_ids, model_kwargs, **kwargs):
+        """What drafts tokens in assisted decoding; then the first forward pass reads what the cache has not read."""
+        given = {"generation_config": generation_config, "input_ids": input_ids}
+        generator = super()._get_candidate_generator(model_kwargs=model_kwargs, **given, **kwargs)
+        note_read(model_kwargs, generation_config, input_ids)
+        return generator
+
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
         """The arguments of a forward pass of `generate`.
@@ -561,6 +569,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: if a cache has read as many tokens as are given, or more, and no mask says that all are new.
         """
+        next_sequence_length = sequence_length(kwargs, input_ids, next_sequence_length)
         if next_sequence_length is not None and next_sequence_length < 1:
             embeds = kwargs.get("inputs_embeds")
             given = (input_ids if embeds is None else embeds).shape[1]
