@@ -4,12 +4,13 @@ from abc import abstractmethod
 from functools import cache as remembered
 from functools import partial
 from inspect import signature
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
@@ -304,18 +305,51 @@ def use_memory_ops(model: Model, cache_bits: int | dict[str, int] | None = None)
             raise ValueError(
                 f"hidden_act of model must be silu, which follows its convolutions, got {mixer.activation!r}"
             )
+        check_forward(mixer)
     for mixer in mixers:
-        theirs: Any = type(mixer)
-        mixer.__class__ = combined(MIXERS[theirs.__name__], theirs)
+        use_our_forward(mixer)
     set_bits(modules, cache_bits)
     for module in modules:
         if isinstance(module, PreTrainedModel):
-            module._is_stateful = False  # transformers refuses to undo tokens of models that are
-            go_on_from_caches(module)
-        if mixers and has_mixers(module):
-            names = list(signature(module.forward).parameters)
-            module.register_forward_pre_hook(partial(keep_packed_apart, names), with_kwargs=True)
+            adapt_model(module)
     return model
+
+
+def adapt_model(model: Any) -> None:
+    """Let a model with or without a head undo tokens, go on from caches, and keep packed sequences apart."""
+    model._is_stateful = False  # transformers refuses to undo tokens of models that are
+    if isinstance(model, GenerationMixin):
+        go_on_from_caches(model)
+    if has_mixers(model) and not hasattr(model, "keeps_packed_apart"):
+        names = list(signature(model.forward).parameters)
+        model.register_forward_pre_hook(partial(keep_packed_apart, names), with_kwargs=True)
+        model.keeps_packed_apart = True
+
+
+def check_forward(mixer: Any) -> None:
+    """Raise ValueError if something other than a hook of accelerate is in the place of a mixer's `forward`."""
+    name = replaced_forward(mixer)
+    if (
+        name is not None
+        and getattr(mixer.__dict__[name], "__func__", None) is not type(mixer).forward
+    ):
+        raise ValueError(
+            f"model must compute linear attention by transformers' own forward, got a {type(mixer).__name__} whose "
+            "forward was replaced: call use_memory_ops before what replaces it"
+        )
+
+
+def replaced_forward(mixer: Any) -> str | None:
+    """The attribute of a mixer that stands in for its class's `forward`: accelerate calls one from its hooks."""
+    return next((name for name in ("_old_forward", "forward") if name in mixer.__dict__), None)
+
+
+def use_our_forward(mixer: Any) -> None:
+    """Let a mixer have the methods of ours, also where hooks of accelerate call its `forward`."""
+    theirs: Any = type(mixer)
+    mixer.__class__ = combined(MIXERS[theirs.__name__], theirs)
+    if name := replaced_forward(mixer):
+        setattr(mixer, name, MethodType(type(mixer).forward, mixer))
 
 
 def go_on_from_caches(model: Any) -> None:
