@@ -3,11 +3,16 @@
 import copy
 import os
 import sys
+from contextlib import nullcontext
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 
 from cases import (
     CASE,
@@ -86,6 +91,57 @@ def learned(model) -> list:
     return found
 
 
+class SameRows(Trainer):
+    """A Trainer whose processes all read the same batches."""
+
+    def get_train_dataloader(self):
+        """Without accelerate's division over the processes."""
+        return DataLoader(self.train_dataset, self.args.per_device_train_batch_size)
+
+
+def train(model, trainer_class, folder) -> float:
+    """The loss of two steps of two padded rows, of which the second step changes weights that the first changed."""
+    names = ("input_ids", "attention_mask", "labels")
+    rows = [dict(zip(names, row)) for row in zip(TOKENS, PADDED, FEW_LABELS)] * 2
+    arguments = TrainingArguments(
+        folder,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        optim="sgd",
+        learning_rate=0.1,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=2,
+        ddp_backend="gloo" if dist.is_initialized() else None,
+    )
+    return trainer_class(model, arguments, train_dataset=rows).train().training_loss
+
+
+def trained_by_trainer(model, trainer_class=SameRows) -> list:
+    """Weights and loss after `train`; rows are split over the processes if there are several."""
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # of one process, before there were several
+    model = copy.deepcopy(model).train()
+    sharing = context_parallel(model) if dist.is_initialized() else nullcontext()
+    with TemporaryDirectory() as folder, sharing:
+        loss = train(model, trainer_class, folder)
+    return [torch.tensor(loss), *(x.detach() for x in model.parameters())]
+
+
+def refusal_of_divided_rows(model) -> str:
+    """What a Trainer says whose processes read different rows."""
+    try:
+        trained_by_trainer(model, Trainer)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @torch.no_grad()
 def continued(model, group=None) -> list:
     """What follows rows that were read into a cache, in the last process."""
@@ -133,6 +189,7 @@ def main() -> None:
     once = trained(copy.deepcopy(sharded), TOKENS, LABELS)
     adding = {name: with_own_losses(name) for name in DIVISIBLE}
     losses = {name: learned(model) for name, model in adding.items()}
+    trained_in_one = trained_by_trainer(sharded)
     become(4)
     dist.init_process_group("gloo")
     last = dist.get_rank() == 3
@@ -152,6 +209,11 @@ def main() -> None:
         if last:
             report(f"prefill/4/{name}", found, answers[name])
     compare_losses(adding, losses)
+    found = trained_by_trainer(sharded)
+    refusal = refusal_of_divided_rows(sharded)
+    if last:
+        report(f"trainer/4/{SHARDED.name}", found, trained_in_one)
+        print("refused", refusal, flush=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
     for part in (*sharded.model.layers, sharded):
         fully_shard(part, mesh=mesh)

@@ -49,12 +49,12 @@ FAST = [
 ]  # flags of the command convert
 QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 LONG_ROPE = {
-    "original_max_position_embeddings": 16,  # test texts are longer
+    "original_max_position_embeddings": 64,  # no test text is longer
     "max_position_embeddings": 64,
     "rope_parameters": {
         "rope_type": "longrope",
-        "short_factor": [1.0] * 4,
-        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "short_factor": [1.0, 2.0, 3.0, 4.0],
+        "long_factor": [5.0] * 4,
     },
 }
 GEMMA2 = {

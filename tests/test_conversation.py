@@ -20,7 +20,27 @@ INSTRUCT = """{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content 
 PLAIN = """{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}
 {%- for m in messages %}{{ m.role }} w1 {{ m.content | trim }} w2 {% endfor %}
 {%- if add_generation_prompt %}assistant w1 {% endif %}"""
-TEMPLATES = {"chatml": CHATML, "instruct": INSTRUCT, "plain": PLAIN}
+LOOP = "{% for m in messages %}<|start|> {{ m.role }} {{ m.content }} "
+ASK = "{% if add_generation_prompt %}<|start|> assistant {% endif %}"
+END_OF_TEXT = (
+    f"{LOOP}<|end|> {{% endfor %}}{ASK}{{% if not add_generation_prompt %}}w0{{% endif %}}"
+)
+LAST_OTHERWISE = (
+    LOOP
+    + "{% if loop.last and m.role == 'assistant' %}w0{% else %}<|end|>{% endif %} w1 {% endfor %}"
+    + ASK
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    "instruct": INSTRUCT,
+    "plain": PLAIN,
+    "end of text after the last turn": END_OF_TEXT,
+    "the last answer ends otherwise": LAST_OTHERWISE,
+}
+ASKS_OTHERWISE = f"{LOOP}<|end|> {{% endfor %}}{ASK[:-11]}w5 {{% endif %}}"
+DROPS_THINKING = (
+    LOOP.replace("m.content", "m.content.split('w6')[-1]") + "<|end|> {% endfor %}" + ASK
+)
 SPECIAL = ["<|end|>", "<|start|>", "[INST]", "[/INST]"]
 END = 0
 ENDINGS = {
@@ -99,6 +119,49 @@ def test_what_is_read_is_the_template_of_the_whole(template, ending):
     talk.conversation.reset()
     talk.messages.clear()
     talk.say("w8")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_penalties_see_all_of_the_conversation(template):
+    """As in `generate` with the template of the whole."""
+    options = {
+        "suppress_tokens": [0, 1, 2, 3],
+        "repetition_penalty": 1.5,
+        "no_repeat_ngram_size": 2,
+    }
+    talk = Talk(TEMPLATES[template], options=options)
+    plain = make_model(CASE["linear-full"], eos_token_id=END)
+    for line in ("w7 w8", "w9", "w9 w10"):
+        answer = talk.say(line)
+        asked = talk.tokenizer.apply_chat_template(
+            talk.messages[:-1], add_generation_prompt=True, return_tensors="pt"
+        )["input_ids"]
+        whole = plain.generate(asked, max_new_tokens=5, do_sample=False, **options)
+        assert answer == whole[0, asked.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("template", [ASKS_OTHERWISE, DROPS_THINKING])
+def test_a_template_that_changes_earlier_answers_is_refused_when_a_message_follows(template):
+    """The first answer is right; the conversation stays as it was."""
+    think = {"suppress_tokens": [0, 1, 2, 3], "forced_bos_token_id": None}
+    talk = Talk(template, options=think)
+    talk.conversation.max_new_tokens = 3
+    w6 = talk.tokenizer.convert_tokens_to_ids("w6")
+    talk.conversation.options = {"sequence_bias": {(w6,): 1e9}}
+    talk.say("w7")
+    before = list(talk.conversation.tokens)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"must show an answer, when another .* as it was read"
+        ):
+            next(talk.conversation.answer("w8"))
+    assert talk.conversation.tokens == before
+    if template == DROPS_THINKING:
+        with pytest.warns(UserWarning, match="would show otherwise before another message"):
+            memory = talk.conversation.memory()
+    else:
+        memory = talk.conversation.memory()
+    assert memory.get_seq_length() == len(before)
 
 
 def test_a_system_prompt_is_said_once_and_first():
@@ -213,6 +276,7 @@ def test_a_memory_of_another_model_or_of_two_texts_is_refused():
         (read(model, random_tokens(2, 3)), "cache must be of one text, got one of 2"),
         (other, "cache must be a DynamicCache"),
         (StaticCache(config=model.config, max_cache_len=9), "cache must be a DynamicCache"),
+        (DynamicCache(config=model.config), "cache must have read tokens or be None"),
     ):
         with pytest.raises(ValueError, match=message):
             Conversation(model, tokenizer, cache=cache)
@@ -241,11 +305,15 @@ def test_a_message_without_tokens_is_refused():
 def test_a_tokenizer_that_does_not_say_where_its_tokens_are():
     tokenizer = ByT5Tokenizer(
         extra_ids=0,
-        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
     )
-    talk = Conversation(make_model(CASE["linear-elu"], vocab_size=300), tokenizer, max_new_tokens=2)
-    list(talk.answer("a"))
-    assert tokenizer.decode(talk._turn("b")) == "user: b\n"
+    talk = Conversation(make_model(CASE["linear-elu"], vocab_size=259), tokenizer, max_new_tokens=2)
+    first, second = (list(talk.answer(line)) for line in "ab")
+    asked = tokenizer("user: a\nassistant: ", add_special_tokens=False)["input_ids"]
+    between = tokenizer("\nuser: b\nassistant: ", add_special_tokens=False)["input_ids"]
+    closing = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    assert talk.tokens == asked + first + between + second + closing
 
 
 def test_without_a_template_lines_follow_each_other():

@@ -16,10 +16,13 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
     TrainerCallback,
 )
+from transformers.cache_utils import DynamicCache
 
-from cases import random_tokens
+from cases import SIZES, random_tokens
 from comparing import assert_close, in_float64
 from hf_memory import conversion
 from hf_memory.conversion import (
@@ -63,6 +66,110 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(name):
     assert weights.new == weights.dropped == []
     assert set(weights.used) == set(teacher.state_dict())
     assert_close(teacher(tokens).logits, in_float64(student)(tokens).logits, student(tokens).logits)
+
+
+def with_long_rope(positions):
+    """A teacher whose angles change after 24 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 24,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 4.0, 8.0, 16.0],
+    }
+    options = {"max_position_embeddings": positions, "original_max_position_embeddings": 24}
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(Phi3Config(**{**SIZES, **options, "rope_parameters": rope})).eval()
+
+
+@pytest.mark.parametrize("positions", [24, 96])
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [("linear", {"keep": (0, 1)}), ("attention", {"keep": (0,), "sliding_window": 4096})],
+)
+@torch.no_grad()
+def test_a_student_of_a_teacher_with_long_rope_has_its_angles_up_to_where_they_change(
+    to, options, positions
+):
+    teacher = with_long_rope(positions)
+    student = make_student(teacher, to, **options, max_position_embeddings=24)
+    carry_over(student, teacher)
+    assert student.config.max_position_embeddings == 24
+    tokens = random_tokens(2, 24)
+    expected = teacher(tokens).logits
+    assert_close(expected, in_float64(student)(tokens).logits, student(tokens).logits)
+    longer = random_tokens(1, 40)
+    cache = DynamicCache(config=student.config)
+    pieces = [student(x, past_key_values=cache).logits for x in longer.split(10, 1)]
+    assert_close(torch.cat(pieces, 1), in_float64(student)(longer).logits, student(longer).logits)
+
+
+def test_a_student_cannot_go_on_where_the_angles_of_its_teacher_change():
+    teacher = with_long_rope(96)
+    expected = "max_position_embeddings must be at most 24 .* LongRoPE, .* got {}: -o max_position"
+    for wanted in (25, 96):
+        with pytest.raises(ValueError, match=expected.format(wanted)):
+            make_student(teacher, "linear", max_position_embeddings=wanted)
+    with pytest.raises(ValueError, match=expected.format(96)):
+        resolve(Recipe("linear", keep="none", **BOTH_STAGES), teacher.config, text())
+    with pytest.raises(ValueError, match=r"max_position_embeddings must be int.* got '16'"):
+        make_student(teacher, "linear", max_position_embeddings="16")
+    longer = {"distillation": SCHEDULE._replace(length=32), "transfer": SCHEDULE}
+    options = {"max_position_embeddings": 24}
+    recipe = Recipe("linear", keep="none", options=options, **longer)
+    with pytest.raises(ValueError, match="length must be at most the teacher's 24 positions"):
+        resolve(recipe, teacher.config, text())
+
+
+def test_a_teacher_whose_angles_change_with_each_text_is_refused():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config = LlamaConfig(**{**SIZES, "rope_parameters": rope})
+    expected = "rope_type of rope_parameters of the teacher must be one .* got 'dynamic'"
+    with pytest.raises(ValueError, match=expected):
+        resolve(Recipe("linear", keep="none", **BOTH_STAGES), config, text())
+
+
+def with_another_head(name, folder):
+    """A teacher whose config ties its head to its embeddings, in a folder with another head."""
+    made = make_teacher(name)
+    original = type(made)(replaced(made.config, tie_word_embeddings=False)).eval()
+    original.load_state_dict(made.state_dict())
+    nn.init.normal_(original.lm_head.weight)
+    original.save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(described))
+    return original
+
+
+def replaced(config, **fields):
+    return type(config)(**config.to_dict() | fields)
+
+
+@every_teacher
+def test_a_head_that_a_config_ties_in_vain_is_the_teachers_and_the_students(name, tmp_path):
+    original = with_another_head(name, tmp_path)
+    tokens = random_tokens(2, 24)
+    assert not conversion.load_config(str(tmp_path)).tie_word_embeddings
+    teacher = conversion.load_teacher(str(tmp_path))
+    student = make_student(teacher, "linear", keep=(0, 1))
+    carry_over(student, teacher)
+    expected = original(tokens).logits
+    assert torch.equal(teacher(tokens).logits, expected)
+    assert_close(expected, in_float64(student)(tokens).logits, student(tokens).logits)
+    student.save_pretrained(tmp_path / "student")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert torch.equal(loaded.lm_head.weight, student.lm_head.weight)
+
+
+@every_teacher
+def test_a_teacher_with_two_tensors_for_one_of_its_student_is_refused(name, tmp_path):
+    with_another_head(name, tmp_path)
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert teacher.config.tie_word_embeddings
+    student = make_student(teacher, "linear", keep=(0, 1))
+    expected = "lm_head.weight are one tensor in the student, and differ .* set tie_word_embeddings"
+    with pytest.raises(ValueError, match=expected):
+        carry_over(student, teacher)
 
 
 @every_teacher

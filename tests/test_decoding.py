@@ -3,10 +3,13 @@
 import itertools
 import json
 import os
+from functools import partial
+from inspect import signature
 
 import faiss
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from cases import CASE, make_model, random_tokens
@@ -22,6 +25,7 @@ from hf_memory.decoding import (
 from hf_memory.decoding.datastore import inputs_of, key_module
 from hf_memory.evaluation import perplexity
 from teachers import gpt2, llama
+from test_own_losses import make as make_own
 
 MODELS = {"llama": llama, "gpt2": gpt2, "gated-deltanet-sliding": None, "mosaic-full": None}
 
@@ -70,6 +74,45 @@ def test_predictions_are_mixed_with_what_followed_the_nearest_keys(name, tmp_pat
     losses = -expected[:, :-1].log().gather(-1, asked[:, 1:, None])
     assert_close(found.loss, losses.mean(), losses.float().mean())
     assert_close(model(asked).logits.softmax(-1), plain)  # the model is itself again
+
+
+def by_position(model, batch):
+    tokens, labels = batch
+    names = list(signature(model.forward).parameters)
+    nothing = [None] * (names.index("labels") - 1)
+    return model(tokens, *nothing, labels)
+
+
+def of_two_micro_batches(model, batch):
+    tokens, labels = batch
+    return model(tokens, labels=labels, num_items_in_batch=2 * labels[:, 1:].numel())
+
+
+def of_shifted_labels(model, batch):
+    tokens, labels = batch
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    return model(tokens, labels=labels.flip(1), shift_labels=shifted)
+
+
+@pytest.mark.parametrize(
+    ("call", "part"), [(by_position, 1), (of_two_micro_batches, 1 / 2), (of_shifted_labels, 1)]
+)
+@pytest.mark.parametrize("make", [llama, partial(make_own, "routing")], ids=["llama", "own losses"])
+def test_the_loss_of_a_mixture_is_that_which_the_call_asks_for(call, part, make, tmp_path):
+    model = make().float()
+    store = build_datastore(model, random_tokens(40), tmp_path / "store", dtype=torch.float32)
+    asked = random_tokens(2, 9, seed=1)
+    batch = asked, asked
+    plain = call(model, batch)
+    with NearestNeighbours(model, store, k=3):
+        found = call(model, batch)
+    of_predictions = [
+        F.cross_entropy(x.logits[:, :-1].flatten(0, 1), asked[:, 1:].flatten())
+        for x in (found, plain)
+    ]
+    added = plain.loss - part * of_predictions[1]
+    assert (float(added) > 1e-3) == model.training  # what parts of the model add
+    assert float(found.loss) == pytest.approx(float(part * of_predictions[0] + added), rel=1e-5)
 
 
 def test_the_mixture_that_is_chosen_is_the_least_surprised(tmp_path):

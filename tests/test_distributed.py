@@ -2,16 +2,19 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cases import CASES, FIRST_OF_FAMILY, SIZES, make_model, passes_gradients
+from cases import CASES, FIRST_OF_FAMILY, SIZES, make_model, passes_gradients, random_tokens
 from context_parallel_check import SPLIT
 from distributed_conversion import STAGES, convert_and_save
+from hf_memory import DeltaNetConfig, DeltaNetForSequenceClassification, context_parallel
 from hf_memory.conversion import Run
 from hf_memory.conversion.students import STUDENTS
 from teachers import RUN, SCHEDULE, convert, make_teacher, text
@@ -66,21 +69,113 @@ def test_rows_that_are_split_over_processes_equal_whole_ones():
     differences = dict(
         line.split()
         for line in printed
-        if line.startswith(("rows/", "prefill/", "sharded/", "loss/"))
+        if line.startswith(("rows/", "prefill/", "sharded/", "loss/", "trainer/"))
     )
     expected = {f"rows/4/{case.name}" for case in filter(passes_gradients, SPLIT)}
     expected |= {
         f"{which}/{case.name}" for case in FIRST_OF_FAMILY for which in ("rows/2", "prefill/4")
     }
     expected |= {f"loss/4/{name.replace(' ', '-')}" for name in DIVISIBLE} | {
-        "sharded/2x2/gated-deltanet-sliding"
+        "sharded/2x2/gated-deltanet-sliding",
+        "trainer/4/gated-deltanet-sliding",
     }
     assert set(differences) == expected
-    with_losses = ("sharded", "loss")  # of predictions in float32
+    with_losses = ("sharded", "loss", "trainer")  # of predictions in float32
     assert all(
         float(x) < (1e-6 if which.startswith(with_losses) else 1e-10)
         for which, x in differences.items()
     )
+    (refusal,) = [line for line in printed if line.startswith("refused")]
+    assert "rows must be the same in all processes" in refusal
+
+
+@contextmanager
+def process_group(folder):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    with process_group(tmp_path):
+        yield
+
+
+def by_keyword(model, batch):
+    return model(**batch)
+
+
+def by_position(model, batch):
+    return model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
+
+
+def of_a_trainer(model, batch):
+    count = (batch["labels"][:, 1:] != -100).sum()
+    return model(**batch, num_items_in_batch=2 * count, use_cache=False)  # as of two micro-batches
+
+
+def of_embeddings(model, batch):
+    embeds = model.get_input_embeddings()(batch["input_ids"])
+    return model(
+        inputs_embeds=embeds, **{name: batch[name] for name in ("attention_mask", "labels")}
+    )
+
+
+@pytest.mark.parametrize("call", [by_keyword, by_position, of_a_trainer, of_embeddings])
+@pytest.mark.parametrize("around", [None, "lora"])
+def test_a_model_whose_rows_are_split_is_called_as_any_model(call, around, group_of_one):
+    model = make_model(CASES[0])
+    if around == "lora":
+        model = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+    tokens = random_tokens(2, 9)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    batch = {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100),
+    }
+    expected = call(model, batch)
+    with context_parallel(model):
+        found = call(model, batch)
+    assert torch.equal(found.logits, expected.logits)
+    assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-6)
+    assert torch.equal(call(model, batch).logits, expected.logits)
+
+
+def test_different_rows_in_processes_that_share_them_are_refused(group_of_one, monkeypatch):
+    def gather(found, own, group):
+        found[:] = [own, ((2, 9), b"of other tokens")]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    model = make_model(CASES[0])
+    expected = r"rows must be the same in all processes .*, got different ones of shapes \[\(2, 9\), \(2, 9\)\]"
+    with context_parallel(model), pytest.raises(ValueError, match=expected):
+        model(input_ids=random_tokens(2, 9))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: torch.nn.Linear(2, 2), "Linear"),
+        (make_teacher, "LlamaForCausalLM"),
+        (
+            lambda: DeltaNetForSequenceClassification(DeltaNetConfig(**SIZES)),
+            "DeltaNetForSequenceClassification",
+        ),
+    ],
+)
+def test_rows_of_other_models_are_not_split(make, name, group_of_one):
+    model = make()
+    expected = f"context_parallel must be given a causal language model of this package, got {name}"
+    with pytest.raises(ValueError, match=expected), context_parallel(model):
+        pass
 
 
 @pytest.mark.slow

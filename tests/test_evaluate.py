@@ -430,3 +430,38 @@ def test_short_lengths_are_measured_or_refused():
     assert tasks.evaluate(too_long, ["perplexity"]) == {}
     with pytest.raises(ValueError, match="lengths must be whole numbers of at least 2, got"):
         tasks.Subject(model, tokens, lengths=(-5, 0, 64))
+
+
+MEASURED = [task for task in tasks.TASKS if task != "reasoning"]  # which needs a package
+
+
+@pytest.mark.parametrize("task", MEASURED)
+def test_a_model_that_is_measured_while_it_trains_evaluates(task, monkeypatch):
+    places = tasks.places
+    monkeypatch.setattr(tasks, "places", lambda *given: places(*given)[:1])
+    model = make_model(CASE["attention-kept"]).train()
+    frozen = model.model.layers[0].mlp.eval()
+    modes = []
+    model.model.register_forward_pre_hook(
+        lambda *_: modes.append({x.training for x in model.modules()})
+    )
+    how = {
+        "lengths": (512,),
+        "max_tokens": 4096,
+        "items": 1,
+        "samples": 1,
+        "new_tokens": 2,
+        "score_lengths": (300,),
+    }
+    subject = tasks.Subject(
+        model,
+        torch.arange(600) % len(WORDS),
+        teacher=make_model(CASE["deltanet"]).train(),
+        tokenizer=make_tokenizer(),
+        prompts=["the key is"],
+        **how,
+    )
+    assert tasks.evaluate(subject, [task])[task]
+    assert set(map(frozenset, modes)) == {frozenset({False})}
+    assert {x for x in model.modules() if not x.training} == set(frozen.modules())
+    assert subject.teacher.training

@@ -13,6 +13,7 @@ from cases import (
     generate,
     make_model,
     random_tokens,
+    read,
     word_tokenizer,
 )
 
@@ -125,6 +126,43 @@ def test_prompt_lookup_changes_no_token(case):
         assert torch.equal(
             generate(model, tokens, prompt_lookup_num_tokens=3), generate(model, tokens)
         )
+
+
+ASSISTED = {
+    "lookup": lambda case: {"prompt_lookup_num_tokens": 3},
+    "draft": lambda case: {"assistant_model": make_model(case).double()},
+    "first layers": lambda case: {"assistant_early_exit": 1},
+}
+
+
+@every_kind_of_cache
+@pytest.mark.parametrize("how", ASSISTED)
+def test_assisted_decoding_goes_on_from_a_cache(case, how):
+    """Given the whole text, or the new tokens alone, after one or all but one of its tokens, and after an answer."""
+    model = make_model(case).double()
+    options = ASSISTED[how](case)
+    document = random_tokens(1, 8)
+    tokens = torch.cat([document, document[:, 2:6]], 1)
+    expected = generate(model, tokens)
+    for length in (1, 8, 11):
+        cache = read(model, tokens[:, :length])
+        assert torch.equal(generate(model, tokens, past_key_values=cache, **options), expected)
+        assert cache.get_seq_length() in (12 + NEW - 1, 12 + NEW)
+    mask = torch.ones(1, 12, dtype=torch.long)
+    alone = {"attention_mask": mask, "past_key_values": read(model, document)}
+    assert torch.equal(generate(model, tokens[:, 8:], **alone, **options), expected[:, 8:])
+    longer = torch.cat([expected, document], 1)
+    again = generate(model, longer, past_key_values=cache, **options)
+    assert torch.equal(again, generate(model, longer))
+
+
+def test_assisted_decoding_refuses_new_tokens_alone_after_padding():
+    model = make_model(CASES[0])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    cache = read(model, random_tokens(1, 4))
+    options = {"attention_mask": mask, "past_key_values": cache, "prompt_lookup_num_tokens": 3}
+    with pytest.raises(ValueError, match="attention_mask must have no padding, if assisted"):
+        generate(model, random_tokens(1, 2), **options)
 
 
 @every_kind_of_cache

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import teachers
 from hf_memory.conversion import (
     describe_weights,
     find_gguf,
@@ -27,6 +28,8 @@ from hf_memory.conversion import (
     load_tokenizer,
 )
 from hf_memory.conversion.teachers.gguf import turn_ends
+from hf_memory.conversion.teachers.gguf_metadata import ARCHITECTURES
+from hf_memory.modeling.any_model import head_dim
 from teachers import FAST
 
 END = "<end>"
@@ -224,11 +227,15 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
     [
         ({"tokenizer.ggml.pre": "default"}, "known pre-tokenizer, got 'default' in other.gguf"),
         ({"tokenizer.ggml.pre": None}, "known pre-tokenizer, got None"),
-        ({"llama.rope.scaling.type": "yarn"}, "got scaling 'yarn'"),
+        ({"llama.rope.scaling.type": "yarn"}, "got llama.rope.scaling.type='yarn'"),
         ({"llama.block_count": 3}, "got other.gguf, which differs in blk.2.attn_k.weight"),
         ({"llama.block_count": 10**9}, "got 1,000,000,000 and 20 tensors"),
         (
             {"llama.embedding_length": 10**9},
+            "other.gguf must have no metadata .*, got llama.rope.dimension_count=8",
+        ),
+        (
+            {"llama.embedding_length": 10**9, "llama.rope.dimension_count": None},
             "other.gguf is damaged .* it must have the weights of its header, got",
         ),
         ({"extra": None}, "differs in rope_freqs.weight"),
@@ -299,6 +306,9 @@ TOKENIZERS = {
     "added tokens that are no list": lambda words: words.update(added_tokens=None),
     "added tokens that are words": lambda words: words.update(added_tokens=["a"]),
     "without a model": lambda words: words.pop("model"),
+    "a prefix that no merge has": lambda words: words["model"].update(
+        continuing_subword_prefix="#" * 99
+    ),
 }
 
 
@@ -318,3 +328,247 @@ def test_a_damaged_tokenizer_beside_a_file_is_named(damage, folder, tmp_path):
 def test_a_file_that_does_not_name_its_type_of_weights_is_described(folder, tmp_path, given):
     file = write(tmp_path / "x.gguf", *folder[1:], **{"general.file_type": given})
     assert re.match(r"of a type that it does not name, \d", describe_weights(file, 10**5))
+
+
+def about(architecture, **said):
+    """Metadata of an architecture, of which dots are written as two underscores."""
+    return {f"{architecture}.{name.replace('__', '.')}": value for name, value in said.items()}
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+GEMMA2_SCALES = {**teachers.GEMMA2, "query_pre_attn_scalar": 12}
+GEMMA3_SCALES = {**teachers.GEMMA3, "query_pre_attn_scalar": 12}
+GEMMA3_SAYS = {
+    "attention__sliding_window": 4,
+    "final_logit_softcapping": 3.0,
+    "rope__freq_base": 1000.0,
+    "rope__freq_base_swa": 10.0,
+    "rope__scaling__type": "linear",
+    "rope__scaling__factor": 8.0,
+}
+WRITTEN = {  # a teacher of tests, its architecture, other options, and what a file says of it besides its sizes
+    "llama": ("llama", "llama-tied", {}, {}),
+    "a longer head": ("llama", "mistral", {}, {}),
+    "linear RoPE": (
+        "llama",
+        "llama-tied",
+        {"rope_parameters": LINEAR},
+        {"rope__freq_base": 500.0, "rope__scaling__factor": 4.0},  # whose type is linear by default
+    ),
+    "linear RoPE as once": (
+        "llama",
+        "llama-tied",
+        {"rope_parameters": LINEAR},
+        {"rope__freq_base": 500.0, "rope__scale_linear": 4.0},
+    ),
+    "no RoPE scaling": (
+        "llama",
+        "llama-tied",
+        {},
+        {"rope__scaling__type": "none", "rope__scaling__factor": 4.0},
+    ),
+    "what has no effect": (
+        "llama",
+        "llama-tied",
+        {},
+        {"expert_count": 0, "attention__causal": True, "rope__scaling__finetuned": False},
+    ),
+    "qwen2": ("qwen2", "qwen2", {}, {}),
+    "qwen3": ("qwen3", "qwen3", {"attention_bias": False}, {}),
+    "phi3": ("phi3", "phi3", {}, {}),
+    "phi3 with windows": ("phi3", "phi3-window", {}, {"attention__sliding_window": 4}),
+    "phi3 in part": (
+        "phi3",
+        "phi3-part",
+        {},
+        {"rope__dimension_count": 4, "rope__freq_base": 99.0},
+    ),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        GEMMA2_SCALES,
+        {
+            "attention__sliding_window": 4,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2 as published": (
+        "gemma2",
+        "gemma2",
+        {
+            **GEMMA2_SCALES,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        {"attention__sliding_window": 4},
+    ),
+    "gemma3": (
+        "gemma3",
+        "gemma3",
+        GEMMA3_SCALES,
+        {**GEMMA3_SAYS, "attention__sliding_window_pattern": 2},
+    ),
+    "gemma3 by layer": (
+        "gemma3",
+        "gemma3",
+        {**GEMMA3_SCALES, "layer_types": ["full_attention", "sliding_attention"]},
+        {**GEMMA3_SAYS, "attention__sliding_window_pattern": [False, True]},
+    ),
+}
+
+
+def small(name, **options):
+    """A teacher of tests with other options."""
+    config, model, usual = teachers.TEACHERS[name]
+    torch.manual_seed(0)
+    made = model(config(**{**teachers.SIZES, **usual, **options}))
+    for parameter in made.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    return made.eval()
+
+
+def write_teacher(file, architecture, model, **said):
+    """A GGUF file of a model of any architecture, in float32."""
+    config = model.config
+    channels = head_dim(config)
+    vocabulary = ["a", "b", "ab", *(f"t{i}" for i in range(config.vocab_size - 3))]
+    usual = {
+        "block_count": config.num_hidden_layers,
+        "context_length": 512,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention__head_count": config.num_attention_heads,
+        "attention__head_count_kv": config.num_key_value_heads,
+        "attention__layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention__key_length": channels,
+        "attention__value_length": channels,
+        "rope__dimension_count": channels,
+    }
+    metadata = about(architecture, **usual | said) | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": vocabulary,
+        "tokenizer.ggml.token_type": [1] * len(vocabulary),
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+    writer = gguf.GGUFWriter(file, architecture)
+    add = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for name, value in metadata.items():
+        if value is not None:
+            add[type(value)](name, value)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    for name, x in model.named_parameters():
+        data = x.detach().numpy()
+        if architecture == "llama":
+            data = as_llama_cpp(name, data)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            data = 1 + data
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), np.ascontiguousarray(data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+@torch.no_grad()
+def test_a_teacher_in_a_file_is_the_model_that_was_written(case, tmp_path):
+    architecture, name, options, said = WRITTEN[case]
+    model = small(name, **options)
+    teacher = load_teacher(str(write_teacher(tmp_path / "x.gguf", architecture, model, **said)))
+    tokens = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens).logits
+    assert (teacher(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_scales_queries_by_its_width(architecture, layers, tmp_path):
+    """As llama.cpp has it, which tells it by its number of layers."""
+    model = small(architecture, head_dim=12, num_hidden_layers=layers, layer_types=None)
+    write_teacher(tmp_path / "x.gguf", architecture, model, attention__sliding_window=4)
+    config = load_config(str(tmp_path / "x.gguf"))
+    assert config.query_pre_attn_scalar == 32 // 4
+    assert config.layer_types == model.config.layer_types
+
+
+def test_every_architecture_that_is_read_is_written_here():
+    assert {architecture for architecture, *_ in WRITTEN.values()} == {*ARCHITECTURES}
+
+
+UNREAD = {
+    "a cap of another architecture": {"attn_logit_softcapping": 2.0},
+    "a scale of scores": {"attention__scale": 0.5},
+    "a scale of logits": {"logit_scale": 4.0},
+    "a scale of residuals": {"residual_scale": 0.5},
+    "a scale of embeddings": {"embedding_scale": 12.0},
+    "experts": {"expert_count": 4},
+    "heads by layer": {"attention__head_count_kv": [2, 2]},
+    "values of another width": {"attention__value_length": 4},
+    "a key that nobody knows": {"surprise": 1},
+    "yarn": {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0},
+    "a factor of attention": {"rope__scaling__attn_factor": 1.2},
+    "no causal mask": {"attention__causal": False},
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("case", UNREAD)
+def test_metadata_that_changes_predictions_and_is_not_read_is_refused(case, architecture, tmp_path):
+    name = next(name for kind, name, *_ in WRITTEN.values() if kind == architecture)
+    own = next(said for kind, _, _, said in WRITTEN.values() if kind == architecture)
+    said = {**own, **UNREAD[case]}
+    if case.startswith("a cap") and architecture == "gemma2":
+        said["a_cap"] = said.pop("attn_logit_softcapping")
+    options = {"attention_bias": False} if architecture == "qwen3" else {}
+    model = small(name, **options)
+    write_teacher(tmp_path / "x.gguf", architecture, model, **said)
+    expected = (
+        rf"x.gguf must have no metadata that changes predictions .*, got {architecture}\.\S+="
+    )
+    with pytest.raises(ValueError, match=expected):
+        load_config(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("llama", {"rope__dimension_count": 4}),
+        ("qwen2", {"attention__sliding_window": 4}),
+        ("llama", {"attention__sliding_window": 4}),
+        ("phi3", {"rope__scaling__factor": 2.0}),
+        ("gemma3", {"attention__sliding_window": 4, "attention__sliding_window_pattern": [True]}),
+        ("gemma3", {}),
+    ],
+)
+def test_what_a_config_of_an_architecture_cannot_have_is_refused(architecture, said, tmp_path):
+    name = next(name for kind, name, *_ in WRITTEN.values() if kind == architecture)
+    write_teacher(tmp_path / "x.gguf", architecture, small(name), **said)
+    key = [*said, "attention__sliding_window"][-1 if not said else len(said) - 1]
+    with pytest.raises(ValueError, match=key.replace("__", r"\.")):
+        load_config(str(tmp_path / "x.gguf"))
+
+
+def test_a_window_that_no_text_exceeds_is_none(tmp_path):
+    file = tmp_path / "x.gguf"
+    write_teacher(file, "llama", small("llama-tied"), attention__sliding_window=512)
+    assert getattr(load_config(str(file)), "sliding_window", None) is None
+
+
+def test_a_file_of_another_architecture_is_told_which_are_read(tmp_path):
+    write_teacher(tmp_path / "x.gguf", "olmo2", small("olmo2", attention_bias=False))
+    expected = r"must be one of llama, qwen2, qwen3, phi3, gemma2, gemma3, got x.gguf of 'olmo2'"
+    with pytest.raises(ValueError, match=expected):
+        load_config(str(tmp_path / "x.gguf"))

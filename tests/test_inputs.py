@@ -49,7 +49,7 @@ LLAMA3 = {
 }
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_type": "longrope", "rope_theta": 10.0, "original_max_position_embeddings": 16}
-LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "factor": 4.0}
 LEARN = {
     "convert": ("--distillation", STEP, "-o", "sliding_window=4"),
     "fine-tune": ("--steps", 1, "--batch-size", 1, "--length", 8),
@@ -120,6 +120,11 @@ WRONG_ROPES = [
     ),
     (LONG | {"short_factor": [1.0]}, "short_factor of {} must be a list of 4 numbers"),
     (LONG | {"long_factor": [1.0, 1.0, 1.0, 0.0]}, "long_factor of {} must be a list of 4 numbers"),
+    (LONG | {"long_factor": [2.0] * 4}, "long_factor of {} must be short_factor=.* got .2.0, 2.0"),
+    (
+        {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 4.0},
+        "rope_type of {} must be one with the same angles .* got 'dynamic'",
+    ),
 ]
 
 

@@ -3,14 +3,15 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cases import CASE, SIZES, make_model
+from cases import CASE, SIZES, make_model, word_tokenizer
 from hf_memory import export_model
 from hf_memory.cli.writing import LoadingFlags
 from hf_memory.conversion import load_teacher
-from hf_memory.modeling.loading import load_config, load_model
+from hf_memory.modeling.loading import load_config, load_model, load_tokenizer
 
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
@@ -34,6 +35,28 @@ def test_whole_models_are_loaded(folder):
     assert load_model(folder).config.to_dict() == load_config(folder).to_dict() | {
         "dtype": "float32"
     }
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_config_ties_a_head_only_if_its_values_are_the_embeddings(folder, same):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    embeddings = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embeddings.clone() if same else 2 * embeddings}, file)
+    change(folder, tie_word_embeddings=True)
+    assert load_config(folder).tie_word_embeddings is same
+    model = load_model(folder)
+    assert model.config.tie_word_embeddings is same
+    assert torch.equal(model.lm_head.weight, (1 if same else 2) * embeddings)
+
+
+def test_a_head_in_a_file_without_a_header_is_found_when_it_is_loaded(folder):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
+    torch.save(weights, folder / "pytorch_model.bin")
+    change(folder, tie_word_embeddings=True)
+    assert not load_model(folder).config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(
@@ -95,6 +118,27 @@ def test_a_config_unlike_its_weights_is_refused_before_they_are_made(folder, fie
     change(folder, **fields)
     with pytest.raises(Exception, match=message):
         load_model(folder)
+
+
+def test_a_tokenizer_whose_reader_panics_is_named(folder):
+    tokenizer = word_tokenizer(["w0", "w1"], unk_token="w0")
+    words = json.loads(tokenizer.backend_tokenizer.to_str())
+    merges = {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+    words["model"] = {"type": "BPE", "continuing_subword_prefix": "#" * 99, **merges}
+    tokenizer.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(ValueError, match=r"the files of .* must describe a tokenizer, got Panic"):
+        load_tokenizer(folder)
+
+
+def test_an_interruption_while_a_tokenizer_is_read_stays_one(folder, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    word_tokenizer(["w0"], unk_token="w0").save_pretrained(folder)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(folder)
 
 
 def test_an_index_of_weights_names_files_of_its_folder(folder):

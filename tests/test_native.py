@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from transformers import (
     DynamicCache,
     KimiLinearConfig,
@@ -27,6 +28,7 @@ from comparing import assert_close
 from hf_memory import load_memory, save_memory, use_memory_ops
 from hf_memory.cache import MemoryLayer, state_bytes
 from hf_memory.cache_argument import CACHE, cache_of
+from hf_memory.integrations import native
 
 SIZES = {
     "vocab_size": 64,
@@ -188,6 +190,24 @@ def test_assisted_decoding_and_prompt_lookup_change_no_token(kind):
         assert torch.equal(model.generate(prompt, **options, **way), expected)
 
 
+@every_kind
+@pytest.mark.parametrize(
+    "way", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": None}], ids=str
+)
+def test_assisted_decoding_goes_on_from_a_cache(kind, way):
+    """Also by a copy of the model."""
+    model = copy.deepcopy(ours(kind))
+    way = {name: model if x is None else x for name, x in way.items()}
+    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    document = random_tokens(1, 8)
+    tokens = torch.cat([document, document[:, 2:6]], 1)
+    expected = model.generate(tokens, **options)
+    for length in (1, 8, 11):
+        cache = DynamicCache(config=model.config)
+        read(model, tokens[:, :length], cache)
+        assert torch.equal(model.generate(tokens, **{CACHE: cache}, **options, **way), expected)
+
+
 @torch.no_grad()
 def test_beams_and_static_caches_change_no_token():
     model = ours("qwen3_5")
@@ -262,6 +282,65 @@ def test_other_models_are_refused():
     with pytest.raises(ValueError, match=r"hidden_act of model must be silu.* got 'relu'"):
         use_memory_ops(relu)
     assert type(relu.model.layers[0].linear_attn).__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@every_kind
+@torch.no_grad()
+def test_a_model_in_several_places_uses_the_ops_and_the_cache(kind, on_disk, tmp_path, monkeypatch):
+    """accelerate's hooks call each module's forward, in one place, and with parts on a disk."""
+    monkeypatch.undo()
+    whole = make(kind).float()
+    whole.save_pretrained(tmp_path / "model")
+    parts = [name for name, _ in whole.named_children() if name != "model"]
+    parts += [f"model.{name}" for name, _ in whole.model.named_children() if name != "layers"]
+    layers = {f"model.layers.{i}": "disk" if on_disk and i else "cpu" for i in range(3)}
+    model = type(whole).from_pretrained(
+        tmp_path / "model",
+        device_map={**dict.fromkeys(parts, "cpu"), **layers},
+        offload_folder=tmp_path / "offloaded",
+    )
+    if not on_disk:
+        dispatch_model(model, {**dict.fromkeys(parts, "cpu"), **layers}, force_hooks=True)
+    use_memory_ops(use_memory_ops(model))
+    tokens = random_tokens(1, 12)
+    expected = whole(tokens).logits[:, 8:]
+    cache = DynamicCache(config=model.config)
+    read(model, tokens[:, :8], cache)
+    assert [isinstance(layer, MemoryLayer) for layer in cache.layers] == [True, False, True]
+    cache.activate_past_recording()
+    read(model, random_tokens(1, 4, seed=1), cache)
+    cache.crop(-4)
+    assert (read(model, tokens[:, 8:], cache) - expected).abs().max() < 1e-3 * expected.abs().max()
+    save_memory(cache, tmp_path / "memory", model)
+    assert load_memory(tmp_path / "memory", use_memory_ops(whole)).get_seq_length() == 12
+
+
+def test_a_forward_that_something_else_has_replaced_is_refused():
+    model = make("qwen3_5")
+    mixer = model.model.layers[2].linear_attn
+    mixer.forward = lambda *args, **kwargs: type(mixer).forward(mixer, *args, **kwargs)
+    with pytest.raises(ValueError, match="whose forward was replaced: call use_memory_ops before"):
+        use_memory_ops(model)
+    assert type(model.model.layers[0].linear_attn).__module__.startswith("transformers.")
+
+
+def test_a_container_of_models_reads_packed_sequences_once(monkeypatch):
+    """Whether its parts were changed before, with it, or after it."""
+    first, second = make("qwen3_5"), make("qwen3_next")
+    container = torch.nn.Module()
+    container.layers = torch.nn.ModuleList([first, second])
+    use_memory_ops(first.model)
+    use_memory_ops(container)
+    use_memory_ops(use_memory_ops(second))
+    calls = []
+    boundaries = native.packed_boundaries
+    monkeypatch.setattr(
+        native, "packed_boundaries", lambda *args: calls.append(0) or boundaries(*args)
+    )
+    for model in (first, second):
+        model(random_tokens(1, 4))
+    assert len(calls) == 2
 
 
 BITS = {"attention": 8, "recurrent_states": 16}

@@ -7,6 +7,10 @@ from transformers import Trainer, TrainingArguments
 
 from cases import CASE, make_model, random_tokens
 from comparing import assert_close
+from hf_memory import (
+    MemoryTransformerForSequenceClassification,
+    MemoryTransformerForTokenClassification,
+)
 from hf_memory.mixers.transformer.base import TransformerMixer
 
 TRANSFORMER = CASE["transformer"]
@@ -234,3 +238,65 @@ def test_labels_that_were_shifted_before_are_used_as_they_are():
     assert_close(
         model(**batch | {"labels": batch["labels"].flip(1)}, shift_labels=shifted).loss, expected
     )
+
+
+def loss_of_logits(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+@every_own_loss
+@pytest.mark.parametrize(
+    ("arguments", "loss"),
+    [({"label_smoothing_factor": 0.1}, None), ({}, loss_of_logits)],
+    ids=["smoothed labels", "compute_loss_func"],
+)
+def test_a_trainer_that_computes_the_loss_itself_is_refused(name, arguments, loss, tmp_path):
+    batch = rows()
+    data = [dict(zip(batch, row)) for row in zip(*batch.values())]
+    how = {"max_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    trainer = Trainer(
+        make(name),
+        TrainingArguments(str(tmp_path), **how, **arguments),
+        train_dataset=data,
+        compute_loss_func=loss,
+    )
+    with pytest.raises(ValueError, match=r"labels must be given in training .*, got none: a loss"):
+        trainer.train()
+
+
+def test_logits_without_labels_are_refused_only_where_something_would_be_lost():
+    tokens = random_tokens(2, T)
+    model = make("routing")
+    with torch.no_grad():
+        assert model(tokens).loss is None
+    assert model.eval()(tokens).loss is None
+    assert make_model(TRANSFORMER).train()(tokens).loss is None
+
+
+@every_own_loss
+@pytest.mark.parametrize(
+    "head", [MemoryTransformerForSequenceClassification, MemoryTransformerForTokenClassification]
+)
+def test_heads_that_classify_add_what_the_model_adds(name, head):
+    made = make(name)
+    made.config.classifier_dropout = 0.0
+    model = head(made.config).double().train()
+    model.model.load_state_dict(made.model.state_dict())
+    batch = rows()
+    labels = batch.pop("labels").clamp(0, 1)
+    if head is MemoryTransformerForSequenceClassification:
+        labels = labels[:, 0]
+    own = model.model(**batch).own_loss
+    logits = model(**batch, labels=labels).logits
+    of_logits = model.loss_function(
+        logits=logits, pooled_logits=logits, labels=labels, config=model.config
+    )
+    assert own > 1e-6
+    found = model(**batch, labels=labels)
+    assert float(found.loss) == pytest.approx(float(of_logits + own), rel=1e-6)
+    assert float(model(**batch, labels=labels, return_dict=False)[0]) == float(found.loss)
+    assert float(model.eval()(**batch, labels=labels).loss) == pytest.approx(
+        float(of_logits), rel=1e-6
+    )
+    with pytest.raises(ValueError, match="labels must be given in training"):
+        model.train()(**batch)

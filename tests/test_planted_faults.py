@@ -20,9 +20,11 @@ import test_conversion
 import test_decoding
 import test_deltaformer
 import test_depth
+import test_distributed
 import test_export
 import test_forgetting
 import test_generation
+import test_gguf
 import test_inputs
 import test_kv_eviction
 import test_loading
@@ -37,10 +39,12 @@ import test_transformer
 import test_vllm_plugin
 from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
 from forms import FORMS
-from hf_memory import cache, cache_argument, save_memory
+from hf_memory import MemoryTransformerForTokenClassification, cache, cache_argument, save_memory
 from hf_memory.cache import MemoryLayer
-from hf_memory.conversion import recipe
+from hf_memory.conversion import recipe, students
 from hf_memory.conversion.stages import distillation, trainer
+from hf_memory.conversion.students import weights
+from hf_memory.conversion.teachers import gguf
 from hf_memory.decoding import datastore
 from hf_memory.evaluation import counts, language, scores, tasks
 from hf_memory.export import exporting
@@ -50,7 +54,7 @@ from hf_memory.integrations.vllm import states
 from hf_memory.mixers import base, deltaformer, kv_eviction, memory_as_context, pasts, windowed
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
-from hf_memory.modeling import checks, depth, loading
+from hf_memory.modeling import checks, context_parallel, depth, loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
 from hf_memory.ops.attention_in_bits import chunk as codes
 from hf_memory.ops.attention_in_bits import kernels as kernels_in_bits
@@ -280,6 +284,23 @@ def test_missing_weights_that_become_random_are_seen(monkeypatch, tmp_path):
     make_model(CASE["deltanet"]).save_pretrained(tmp_path)
     with pytest.raises(pytest.fail.Exception):
         test_loading.test_missing_weights_are_refused_by_name(tmp_path, loading.load_model)
+
+
+def test_a_head_that_a_config_ties_in_vain_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "_differ", lambda *given: False)
+    monkeypatch.setattr(loading, "_is_tied", lambda model: True)
+    with pytest.raises(AssertionError):
+        test_conversion.test_a_head_that_a_config_ties_in_vain_is_the_teachers_and_the_students(
+            "llama", tmp_path
+        )
+
+
+def test_a_head_that_overwrites_the_embeddings_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(weights, "_overwritten", lambda *given: [])
+    with pytest.raises(pytest.fail.Exception):
+        test_conversion.test_a_teacher_with_two_tensors_for_one_of_its_student_is_refused(
+            "llama", tmp_path
+        )
 
 
 @pytest.mark.parametrize("fault", ["texts beside data", "byte-order marks"])
@@ -598,3 +619,88 @@ def test_a_hybrid_that_keeps_what_was_undone_is_seen(monkeypatch):
     monkeypatch.setattr(MemoryLayer, "crop", lambda self, tokens_to_remove: None)
     with pytest.raises(AssertionError):
         test_native.test_undone_tokens_leave_no_trace("qwen3_5")
+
+
+@pytest.mark.parametrize("lost", ["attention_mask", "labels", "num_items_in_batch"])
+def test_an_argument_that_is_lost_where_rows_are_split_is_seen(lost, monkeypatch, tmp_path):
+    named = context_parallel.named_cache
+
+    def without(given):
+        return {name: x for name, x in named(given).items() if name != lost}
+
+    monkeypatch.setattr(context_parallel, "named_cache", without)
+    with (
+        pytest.raises((AssertionError, TypeError)),
+        test_distributed.process_group(tmp_path),
+    ):
+        test_distributed.test_a_model_whose_rows_are_split_is_called_as_any_model(
+            test_distributed.of_a_trainer, None, None
+        )
+
+
+def test_different_rows_of_processes_that_share_them_are_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(context_parallel.Link, "check_same", lambda self, rows: None)
+    with pytest.raises(pytest.fail.Exception), test_distributed.process_group(tmp_path):
+        test_distributed.test_different_rows_in_processes_that_share_them_are_refused(
+            None, monkeypatch
+        )
+
+
+def test_own_losses_that_vanish_from_a_loss_of_logits_are_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(modeling_base, "check_own_loss", lambda loss, own_loss: None)
+    arguments = {"label_smoothing_factor": 0.1}
+    with pytest.raises(pytest.fail.Exception):
+        test_own_losses.test_a_trainer_that_computes_the_loss_itself_is_refused(
+            "routing", arguments, None, tmp_path
+        )
+
+
+def test_own_losses_that_vanish_from_a_classifier_are_seen(monkeypatch):
+    unchanged = MemoryTransformerForTokenClassification.forward.__wrapped__.__wrapped__.__wrapped__
+    monkeypatch.setattr(MemoryTransformerForTokenClassification, "forward", unchanged)
+    with pytest.raises(AssertionError):
+        test_own_losses.test_heads_that_classify_add_what_the_model_adds(
+            "routing", MemoryTransformerForTokenClassification
+        )
+
+
+def test_a_rotation_that_changes_with_the_length_of_a_text_is_seen(monkeypatch):
+    monkeypatch.setattr(students, "with_one_rope", lambda shared, *others: shared)
+    with pytest.raises(AssertionError):
+        test_conversion.test_a_student_cannot_go_on_where_the_angles_of_its_teacher_change()
+
+
+@pytest.mark.parametrize(
+    ("case", "lost"),
+    [
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping"),
+        ("gemma2", "query_pre_attn_scalar"),
+        ("gemma3", "query_pre_attn_scalar"),
+        ("gemma3", "layer_types"),
+        ("phi3 with windows", "sliding_window"),
+    ],
+)
+def test_metadata_of_a_file_that_is_lost_is_seen(case, lost, monkeypatch, tmp_path):
+    fields_of = gguf.fields_of
+
+    def without(said, architecture):
+        return {name: x for name, x in fields_of(said, architecture).items() if name != lost}
+
+    monkeypatch.setattr(gguf, "fields_of", without)
+    with pytest.raises(AssertionError):
+        test_gguf.test_a_teacher_in_a_file_is_the_model_that_was_written(case, tmp_path)
+
+
+def test_a_rotation_of_a_file_that_is_lost_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(gguf, "ropes_of", lambda said, given: given)
+    with pytest.raises(AssertionError):
+        test_gguf.test_a_teacher_in_a_file_is_the_model_that_was_written("phi3 in part", tmp_path)
+
+
+def test_metadata_of_a_file_that_nobody_reads_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(gguf, "refused", lambda said, architecture: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_gguf.test_metadata_that_changes_predictions_and_is_not_read_is_refused(
+            "a scale of scores", "llama", tmp_path
+        )

@@ -214,7 +214,7 @@ def resolve(
         recipe = replace(recipe, train="all" if has_memory else "attention")
     if not has_new_parts:
         recipe = replace(recipe, distillation=recipe.distillation._replace(memory_factor=1.0))
-    training_length = _training_length(recipe, teacher, config, tokens)
+    training_length = _training_length(recipe, config, tokens)
     if (sinks := getattr(config, "num_sink_tokens", 0)) >= training_length:
         raise ValueError(
             f"num_sink_tokens must be fewer than the {training_length} tokens of a training window, got {sinks}"
@@ -288,14 +288,13 @@ def _check_models(
         )
 
 
-def _training_length(
-    recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Text | Tensor
-) -> int:
-    """Tokens of the longest window before fine-tuning, after a check that both models can read it."""
+def _training_length(recipe: Recipe, student: PreTrainedConfig, tokens: Text | Tensor) -> int:
+    """Tokens of the longest window before fine-tuning, after a check that the student, which has no more positions than
+    its teacher, can read it."""
     lengths = [
         schedule.length for schedule in (recipe.transfer, recipe.distillation) if schedule.steps
     ]
-    check_tokens(tokens, teacher, *lengths)
+    check_tokens(tokens, student, *lengths)
     check_fine_tuning(tokens, student, recipe.fine_tuning)
     return max(lengths, default=recipe.transfer.length)
 

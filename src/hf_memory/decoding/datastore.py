@@ -19,6 +19,7 @@ from hf_memory.decoding.parts import decoder_layers, feed_forward
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.folders import check_regular, folder_lock, replaced
 from hf_memory.files.text import Text
+from hf_memory.modeling.any_model import in_eval_mode
 from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
 
@@ -321,27 +322,22 @@ def _width(model: PreTrainedModel, module: str) -> int:
     return seen[0].shape[-1]
 
 
+@in_eval_mode
 def _write_keys(
     model, text: Text, folder: Path, length: int, dtype: torch.dtype, module: str, report
 ) -> None:
     last = len(text) - 1
-    was_training = model.training
-    model.eval()
-    try:
-        with open(folder / KEYS, "wb") as keys_file, inputs_of(model, module) as seen:
-            for window, scored in windows(last, length - len(text.start)):
-                model.base_model(
-                    text.begun(text.tokens[None, window]).to(model.device), use_cache=False
+    with open(folder / KEYS, "wb") as keys_file, inputs_of(model, module) as seen:
+        for window, scored in windows(last, length - len(text.start)):
+            read = text.begun(text.tokens[None, window]).to(model.device)
+            model.base_model(read, use_cache=False)
+            keys = seen[0][0, -scored:].to("cpu", dtype).contiguous()
+            if not keys.isfinite().all():
+                raise ValueError(
+                    f"dtype must have the range of the keys, got {dtype}, in which some are infinite"
                 )
-                keys = seen[0][0, -scored:].to("cpu", dtype).contiguous()
-                if not keys.isfinite().all():
-                    raise ValueError(
-                        f"dtype must have the range of the keys, got {dtype}, in which some are infinite"
-                    )
-                keys.view(torch.uint8).numpy().tofile(keys_file)
-                report(Progress("reading into the datastore", window.stop, last, 1))
-    finally:
-        model.train(was_training)
+            keys.view(torch.uint8).numpy().tofile(keys_file)
+            report(Progress("reading into the datastore", window.stop, last, 1))
     text.tokens[1:].to("cpu", torch.int32).contiguous().numpy().tofile(folder / TOKENS)
 
 

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from hf_memory.cache_argument import cache_name, cache_of
 from hf_memory.decoding.parts import Attached, decoder_layers, feed_forward, last_norm
 from hf_memory.mixers.base import MemoryMixer
-from hf_memory.modeling.any_model import head
+from hf_memory.modeling.any_model import head, in_eval_mode
 from hf_memory.modeling.checks import check
 
 CONFIDENCES = ("softmax", "cosine")
@@ -233,6 +233,7 @@ def exit_loss(
     return sum(w * loss for w, loss in zip(weights, losses)) / sum(weights)
 
 
+@in_eval_mode
 @torch.no_grad()
 def fit_classifier(
     model: PreTrainedModel, texts: Tensor, *, layers: Sequence[int] | None = None, steps: int = 100
@@ -324,6 +325,7 @@ def calibrate(
     return lowest
 
 
+@in_eval_mode
 @torch.no_grad()
 def _predictions(model: PreTrainedModel, text: Tensor) -> Tensor:
     """The most likely next tokens [T - T / 2] in the second half of a text [T], which is read token by token."""

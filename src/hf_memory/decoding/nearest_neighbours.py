@@ -12,9 +12,11 @@ from hf_memory.decoding.parts import Attached
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.text import Text
 from hf_memory.layers import upcast
+from hf_memory.modeling.any_model import in_eval_mode, named_arguments
 from hf_memory.modeling.base import kept_positions
 from hf_memory.modeling.checks import check
 
+LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 WEIGHTS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
@@ -105,19 +107,25 @@ class NearestNeighbours(Beside):
         self.temperature = temperature
         self.enter_context(model.register_forward_hook(self._mix, with_kwargs=True))
 
-    def _mix(self, model: PreTrainedModel, _: tuple, given: dict, outputs):
+    def _mix(self, model: PreTrainedModel, args: tuple, given: dict, outputs):
+        given = named_arguments(model, args, given)
         near = self.nearest(given.get("logits_to_keep", 0), outputs.logits)
-        mixed = mix(outputs.logits.flatten(0, -2), near, self.weight, self.temperature)
-        outputs.logits = mixed.view_as(outputs.logits)
-        if given.get("labels") is not None:
-            outputs.loss = model.loss_function(
-                logits=outputs.logits,
-                labels=given["labels"],
-                vocab_size=model.config.get_text_config().vocab_size,
+        logits = outputs.logits
+        outputs.logits = mix(logits.flatten(0, -2), near, self.weight, self.temperature).view_as(
+            logits
+        )
+        if outputs.loss is not None:
+            of_text = {name: given[name] for name in LOSS_ARGUMENTS if name in given}
+            of_text["vocab_size"] = model.config.get_text_config().vocab_size
+            # the model's own loss may have more parts than that of its predictions
+            change = model.loss_function(outputs.logits, **of_text) - model.loss_function(
+                logits, **of_text
             )
+            outputs.loss = outputs.loss + change
         return outputs
 
 
+@in_eval_mode
 @torch.no_grad()
 def tune(
     model: PreTrainedModel,
@@ -217,8 +225,8 @@ class Spalm(Beside):
         self.enter_context(model.register_forward_pre_hook(self._note, with_kwargs=True))
         self.enter_context(model.get_output_embeddings().register_forward_pre_hook(self._mix))
 
-    def _note(self, _: nn.Module, arguments: tuple, given: dict) -> None:
-        self._kept = given.get("logits_to_keep", 0)
+    def _note(self, model: nn.Module, args: tuple, given: dict) -> None:
+        self._kept = named_arguments(model, args, given).get("logits_to_keep", 0)
 
     def _mix(self, head: nn.Module, arguments: tuple) -> tuple[Tensor]:
         h = arguments[0]

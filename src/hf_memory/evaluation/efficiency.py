@@ -13,7 +13,7 @@ from hf_memory.cache import state_bytes
 from hf_memory.cache_argument import cache_name
 from hf_memory.evaluation.counts import check_counts
 from hf_memory.evaluation.estimates import Estimate, best
-from hf_memory.modeling.any_model import head_dim, layer_types
+from hf_memory.modeling.any_model import head_dim, in_eval_mode, layer_types
 from hf_memory.modeling.configuration import MemoryConfig
 
 LONG = 2048  # number of tokens beyond which speed is measured once
@@ -39,6 +39,7 @@ def cost(model: PreTrainedModel, context: int, *, new_tokens: int = 16) -> dict[
     return {BYTES: max(sizes), READ: Estimate(read, of=best), WRITTEN: Estimate(written, of=best)}
 
 
+@in_eval_mode
 @torch.no_grad()
 def reading_and_writing(
     model: PreTrainedModel,
@@ -70,6 +71,7 @@ def reading_and_writing(
     return state_bytes(cache), prompt / (read - start), new_tokens / (clock() - read)
 
 
+@in_eval_mode
 @torch.no_grad()
 def cache_bytes_after(model: PreTrainedModel, num_tokens: int) -> int:
     """Bytes that a model's cache holds after a sequence of `num_tokens` tokens, found by reading one."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_memory.evaluation.counts import check_counts
 from hf_memory.evaluation.estimates import Estimate, exp_of_mean
 from hf_memory.files.text import Text, check_length
+from hf_memory.modeling.any_model import in_eval_mode
 from hf_memory.modeling.checks import check
 
 BUDGET = 2**16  # number of tokens that a measure reads by default
@@ -303,13 +304,9 @@ def _logits(
         del logits  # before the next ones are made
 
 
+@in_eval_mode
 def _read(model: PreTrainedModel, input_ids: Tensor, **kwargs) -> Tensor:
-    was_training = model.training
-    model.eval()
-    try:
-        return model(input_ids.to(model.device), use_cache=False, **kwargs).logits
-    finally:
-        model.train(was_training)
+    return model(input_ids.to(model.device), use_cache=False, **kwargs).logits
 
 
 def _windows(tokens: Text | Tensor, length: int, stride: int, max_tokens: int | None) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_memory.evaluation.estimates import Estimate, Share
 from hf_memory.evaluation.writing import greedy
 from hf_memory.files.text import Text, start_of
+from hf_memory.modeling.any_model import in_eval_mode
 
 ADJECTIVES = (
     "quiet",
@@ -121,6 +122,7 @@ def samples_of(
         yield hide(tokenizer, hay, kind, length, depth, random.Random(f"{seed} {length} {i}"))
 
 
+@in_eval_mode
 @torch.no_grad()
 def hunt(
     model: PreTrainedModel,

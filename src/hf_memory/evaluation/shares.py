@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.mixers.windowed import WindowedMixer
+from hf_memory.modeling.any_model import in_eval_mode
 
 Seen = dict[WindowedMixer, tuple[tuple, dict[str, Any], Tensor]]  # arguments and output
 
@@ -21,6 +22,7 @@ def mixers_with_memory(model: PreTrainedModel) -> list[WindowedMixer]:
     ]
 
 
+@in_eval_mode
 @torch.no_grad()
 def memory_shares(model: PreTrainedModel, input_ids: Tensor) -> dict[int, float]:
     """|o - w| / |o| by layer, over the second half of tokens [B, T]: o is what its mixer gives, w the same without the

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_memory.files.chat_template import apply_template
+from hf_memory.modeling.any_model import in_eval_mode
 
 BATCH = 2**12  # tokens of a batch of prompts, unless a prompt has more
 TEXTS = "texts"  # key of the answers in a record
@@ -76,6 +77,7 @@ def greedy(
     return texts
 
 
+@in_eval_mode
 def continued(model: PreTrainedModel, tokenizer, prompts: Sequence[list[int]], **how) -> list[str]:
     """The texts that `generate` writes after prompts, which it reads with padding on the left."""
     padding = next(

@@ -4,12 +4,13 @@ from abc import abstractmethod
 from functools import cache as remembered
 from functools import partial
 from inspect import signature
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
@@ -19,6 +20,7 @@ from hf_memory.cache_argument import CACHE, NAMES, named_cache
 from hf_memory.cache_bits import RECURRENT, CacheBits, check_kinds, read_bits
 from hf_memory.layers import causal_convolution, unit_length, upcast
 from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.modeling.assisted import note_read, sequence_length
 from hf_memory.modeling.packing import (
     PACKING,
     flash_arguments,
@@ -317,17 +319,74 @@ def use_memory_ops(model: Model, cache_bits: int | dict[str, int] | None = None)
             raise ValueError(
                 f"hidden_act of model must be silu, which follows its convolutions, got {mixer.activation!r}"
             )
+        check_forward(mixer)
     for mixer in mixers:
-        theirs: Any = type(mixer)
-        mixer.__class__ = combined(MIXERS[theirs.__name__], theirs)
+        use_our_forward(mixer)
     let_have(modules, bits)
     for module in modules:
         if isinstance(module, PreTrainedModel):
-            module._is_stateful = False  # transformers refuses to undo tokens of models that are
-        if mixers and has_mixers(module):
-            names = list(signature(module.forward).parameters)
-            module.register_forward_pre_hook(partial(keep_packed_apart, names), with_kwargs=True)
+            adapt_model(module)
     return model
+
+
+def adapt_model(model: Any) -> None:
+    """Let a model with or without a head undo tokens, go on from caches, and keep packed sequences apart."""
+    model._is_stateful = False  # transformers refuses to undo tokens of models that are
+    if isinstance(model, GenerationMixin):
+        go_on_from_caches(model)
+    if has_mixers(model) and not hasattr(model, "keeps_packed_apart"):
+        names = list(signature(model.forward).parameters)
+        model.register_forward_pre_hook(partial(keep_packed_apart, names), with_kwargs=True)
+        model.keeps_packed_apart = True
+
+
+def check_forward(mixer: Any) -> None:
+    """Raise ValueError if something other than a hook of accelerate is in the place of a mixer's `forward`."""
+    name = replaced_forward(mixer)
+    if (
+        name is not None
+        and getattr(mixer.__dict__[name], "__func__", None) is not type(mixer).forward
+    ):
+        raise ValueError(
+            f"model must compute linear attention by transformers' own forward, got a {type(mixer).__name__} whose "
+            "forward was replaced: call use_memory_ops before what replaces it"
+        )
+
+
+def replaced_forward(mixer: Any) -> str | None:
+    """The attribute of a mixer that stands in for its class's `forward`: accelerate calls one from its hooks."""
+    return next((name for name in ("_old_forward", "forward") if name in mixer.__dict__), None)
+
+
+def use_our_forward(mixer: Any) -> None:
+    """Let a mixer have the methods of ours, also where hooks of accelerate call its `forward`."""
+    theirs: Any = type(mixer)
+    mixer.__class__ = combined(MIXERS[theirs.__name__], theirs)
+    if name := replaced_forward(mixer):
+        setattr(mixer, name, MethodType(type(mixer).forward, mixer))
+
+
+def go_on_from_caches(model: Any) -> None:
+    """Let assisted decoding read what a cache has not read; see `hf_memory.modeling.assisted`."""
+    model._get_candidate_generator = partial(candidate_generator, model)
+    model.prepare_inputs_for_generation = partial(prepared_inputs, model)
+
+
+def candidate_generator(model: Any, *, generation_config, input_ids, model_kwargs, **kwargs) -> Any:
+    """`_get_candidate_generator` of a model's class, which then notes what was read."""
+    given = {"generation_config": generation_config, "input_ids": input_ids}
+    make = type(model)._get_candidate_generator
+    generator = make(model, model_kwargs=model_kwargs, **given, **kwargs)
+    note_read(model_kwargs, generation_config, input_ids)
+    return generator
+
+
+def prepared_inputs(
+    model: Any, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs
+) -> dict[str, Any]:
+    """`prepare_inputs_for_generation` of a model's class, for what is new."""
+    length = sequence_length(kwargs, input_ids, next_sequence_length)
+    return type(model).prepare_inputs_for_generation(model, input_ids, length, **kwargs)
 
 
 def is_of_transformers(module: nn.Module) -> bool:

@@ -1,6 +1,12 @@
 """What any causal language model of transformers has, ours or another, under whatever names."""
 
-from torch import Tensor
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.ops.soft_cap import soft_capped
@@ -38,3 +44,31 @@ def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
     logits = model.get_output_embeddings()(hidden_states) / getattr(config, "logits_scaling", 1)
     cap = getattr(config, "final_logit_softcapping", None)
     return soft_capped(logits, cap)
+
+
+def named_arguments(model: nn.Module, args: tuple, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of a model by name, also those that were given by position."""
+    return dict(zip(signature(model.forward).parameters, args)) | dict(given)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which a model evaluates, without dropout; afterwards each of its parts trains that did before."""
+    training = [x for x in model.modules() if x.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for x in training:
+            x.training = True
+
+
+def in_eval_mode(measure: Callable) -> Callable:
+    """Let a function whose first argument is a model run in `evaluating`."""
+
+    @wraps(measure)
+    def measured(model: nn.Module, *args, **kwargs):
+        with evaluating(model):
+            return measure(model, *args, **kwargs)
+
+    return measured

@@ -38,6 +38,7 @@ from hf_memory.cache_bits import CacheBits
 from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.modeling.assisted import note_read, sequence_length
 from hf_memory.modeling.chunks import read_in_chunks
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.hub import HubModel
@@ -508,6 +509,9 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
 
         What parts of the model add to the loss in training is averaged over the same tokens as the loss of predictions:
         those that predict a label, or, with `loss_from`, those that are not padding.
+
+        Raises:
+            ValueError: if parts of the model add to the loss, and the model is not asked for it in training.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -532,6 +536,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             if outputs.own_losses is not None:
                 own_losses = kept_positions(outputs.own_losses[..., None], logits_to_keep)
                 loss = loss + mean_of_targets(own_losses.squeeze(-1), labels, **kwargs)
+        check_own_loss(loss, outputs.own_loss)
         return CausalLMOutputWithPast(
             loss, logits, cache_of(outputs), outputs.hidden_states, outputs.attentions
         )
@@ -565,6 +570,13 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         if isinstance(cache, Cache) and bits is not None:
             set_bits(cache, bits)
 
+    def _get_candidate_generator(self, *, generation_config, input_ids, model_kwargs, **kwargs):
+        """What drafts tokens in assisted decoding; then the first forward pass reads what the cache has not read."""
+        given = {"generation_config": generation_config, "input_ids": input_ids}
+        generator = super()._get_candidate_generator(model_kwargs=model_kwargs, **given, **kwargs)
+        note_read(model_kwargs, generation_config, input_ids)
+        return generator
+
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
         """The arguments of a forward pass of `generate`.
@@ -575,6 +587,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: if a cache has read as many tokens as are given, or more, and no mask says that all are new.
         """
+        next_sequence_length = sequence_length(kwargs, input_ids, next_sequence_length)
         if next_sequence_length is not None and next_sequence_length < 1:
             embeds = kwargs.get("inputs_embeds")
             given = (input_ids if embeds is None else embeds).shape[1]
@@ -680,13 +693,43 @@ def kept_positions(hidden_states: Tensor, positions: int | Tensor) -> Tensor:
     return hidden_states.take_along_dim(positions[..., None], dim=1)
 
 
+def check_own_loss(loss: Tensor | None, own_loss: Tensor | None) -> None:
+    """Raise ValueError if nothing would learn from what parts of a model add to its loss, which it does not compute."""
+    if loss is None and own_loss is not None and own_loss.requires_grad:
+        raise ValueError(
+            "labels must be given in training to a model whose parts add to its loss (spans, routing, a learned "
+            "compression, steps of a token), got none: a loss that is computed from the logits would be without "
+            "what they add, as is that of a Trainer with label_smoothing_factor or compute_loss_func"
+        )
+
+
+def adding_own_loss(forward: Callable) -> Callable:
+    """Let the forward of a classifier add what parts of the model add to the loss in training, see `own_loss`."""
+
+    @wraps(forward)
+    def with_own_loss(self, *args, **kwargs):
+        kwargs["return_dict"] = True
+        if not self.training:
+            return forward(self, *args, **kwargs)
+        seen: list[MemoryModelOutput] = []
+        with self.model.register_forward_hook(lambda _, args, output: seen.append(output)):
+            outputs = forward(self, *args, **kwargs)
+        own_loss = seen[0].own_loss
+        check_own_loss(outputs.loss, own_loss)
+        if outputs.loss is not None and own_loss is not None:
+            outputs.loss = outputs.loss + own_loss
+        return outputs
+
+    return can_return_tuple(with_own_loss)
+
+
 class MemoryForSequenceClassification(GenericForSequenceClassification, MemoryPreTrainedModel):
     """A model with a head that classifies sequences."""
 
-    forward = takes_cache(GenericForSequenceClassification.forward, CACHE)
+    forward = takes_cache(adding_own_loss(GenericForSequenceClassification.forward), CACHE)
 
 
 class MemoryForTokenClassification(GenericForTokenClassification, MemoryPreTrainedModel):
     """A model with a head that classifies tokens."""
 
-    forward = takes_cache(GenericForTokenClassification.forward, CACHE)
+    forward = takes_cache(adding_own_loss(GenericForTokenClassification.forward), CACHE)

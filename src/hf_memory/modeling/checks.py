@@ -55,7 +55,6 @@ ROPE_NUMBERS = (  # of the parameters of RoPE
 ROPE_LISTS = ("short_factor", "long_factor")  # with a number for each pair of channels
 ROPE_NEEDS = {  # what a type of RoPE needs besides its theta
     "linear": ("factor",),
-    "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -216,6 +215,13 @@ def check_rope(name: str, rope: Any, channels: int) -> None:
                 f"a list of {pairs} numbers from {least} to {most}",
                 values,
             )
+    changing = "one with the same angles in texts of any length, since states keep rotated keys"
+    check(kind != "dynamic", f"rope_type of {name}", changing, kind)
+    if kind == "longrope":
+        short = rope["short_factor"]
+        long = rope["long_factor"]
+        equal = f"short_factor={short}, since states keep keys that were rotated by one of both"
+        check(long == short, f"long_factor of {name}", equal, long)
     if kind == "llama3":
         low = rope["low_freq_factor"]
         high = rope["high_freq_factor"]

@@ -6,6 +6,7 @@ the states of this layer arrive, so that the processes follow each other through
 and n processes a pass takes L + n - 1 turns. Within a layer the processes wait for each other, for all memories.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from hf_memory.cache import Inputs, MemoryLayer, Packed, Spec, States, rows_of
 from hf_memory.cache_argument import named_cache
 from hf_memory.cache_bits import ALL_BITS
+from hf_memory.modeling.any_model import named_arguments
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.chunks import check_divisible
 
 
@@ -32,24 +35,37 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[None]:
     processes, as data parallelism takes it. With `use_cache` the last process gets the cache of the whole rows.
 
     Args:
-        model: a causal language model of this package. Its parameters may be sharded.
+        model: a causal language model of this package, or a module around one, as peft makes it. Its parameters may be
+            sharded.
         group: the process group, such as that of a dimension of a device mesh; default: all processes.
 
     Raises:
-        ValueError: if the model or its inputs cannot be divided.
+        ValueError: if the model or its inputs cannot be divided, or processes were given different rows.
     """
-    hook = model.register_forward_pre_hook(partial(_own_part, link=Link(group)), with_kwargs=True)
+    divided = partial(_own_part, link=Link(group))
+    hook = _language_model(model).register_forward_pre_hook(divided, with_kwargs=True)
     try:
         yield
     finally:
         hook.remove()
 
 
+def _language_model(model: nn.Module) -> nn.Module:
+    """The model of this package that a module is or has, if it gives a prediction or a state for each token."""
+    found = next((x for x in model.modules() if isinstance(x, MemoryPreTrainedModel)), model)
+    if not isinstance(found, MemoryForCausalLM | MemoryModel):
+        raise ValueError(
+            "context_parallel must be given a causal language model of this package, "
+            f"got {type(found).__name__}"
+        )
+    return found
+
+
 def _own_part(
     model: nn.Module, args: tuple, given: dict[str, Any], link: "Link"
 ) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a model for this process's part of the tokens."""
-    given = dict(zip(("input_ids",), args, strict=True)) | named_cache(given)
+    given = named_cache(named_arguments(model, args, given))
     rows = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
     T = rows.shape[1]
     mask = given.get("attention_mask")
@@ -63,6 +79,7 @@ def _own_part(
         )
     if link.size > T:
         raise ValueError(f"rows must have a token for each of the {link.size} processes, got {T}")
+    link.check_same(rows)
     here = slice(link.rank * T // link.size, (link.rank + 1) * T // link.size)
     given |= {
         name: given[name][:, here]
@@ -91,6 +108,20 @@ class Link:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+
+    def check_same(self, rows: Tensor) -> None:
+        """Raise ValueError if processes were given different rows: tokens [B, T], or of embeddings another shape."""
+        is_embedded = rows.is_floating_point()  # processes may round these differently
+        content = b"" if is_embedded else rows.cpu().numpy().tobytes()
+        own = (tuple(rows.shape), hashlib.sha256(content).digest())
+        of_processes: list[Any] = [None] * self.size
+        dist.all_gather_object(of_processes, own, group=self.group)
+        if any(given != own for given in of_processes):
+            shapes = [shape for shape, _ in of_processes]
+            raise ValueError(
+                "rows must be the same in all processes that share them, got different ones of shapes "
+                f"{shapes}; a data loader that divides batches over processes gives each its own"
+            )
 
     def receive(self, device: torch.device) -> States:
         """The states that the process before has sent; the first process has none."""

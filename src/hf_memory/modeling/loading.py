@@ -29,6 +29,9 @@ MOST_LABELS = 10_000  # of a config, which transformers lists one by one
 def load_config(name: str | Path) -> PreTrainedConfig:
     """The config of a model, which is built without weights to check it. No code of the repository runs.
 
+    If it ties an output head to the embeddings, and the files have another head, then `tie_word_embeddings` is false,
+    since transformers reads both.
+
     Args:
         name: a folder or a name on the Hub.
 
@@ -52,7 +55,8 @@ def load_config(name: str | Path) -> PreTrainedConfig:
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             return config
         with torch.device("meta"):
-            parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+            model = AutoModelForCausalLM.from_config(config)
+    parameters = model.num_parameters()
     size = sum(file.stat().st_size for file in files)
     # the fewest bits that a parameter takes
     bits = 1 if getattr(config, "quantization_config", None) else 8
@@ -60,7 +64,23 @@ def load_config(name: str | Path) -> PreTrainedConfig:
         raise ValueError(
             f"{name} must have the weights of its config, got {parameters:,} in files of {size:,} bytes"
         )
+    if any(_differ(files, *pair) for pair in model.all_tied_weights_keys.items()):
+        config.tie_word_embeddings = False
     return config
+
+
+def _differ(files: list[Path], first: str, second: str) -> bool:
+    """Whether files of weights have two tensors with different values."""
+    found: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            found |= dict.fromkeys({first, second} & {*tensors.keys()}, file)
+    return len(found) == 2 and not torch.equal(*(_tensor(file, x) for x, file in found.items()))
+
+
+def _tensor(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name)
 
 
 def load_model(name: str | Path, **options) -> PreTrainedModel:
@@ -92,7 +112,18 @@ def load_model(name: str | Path, **options) -> PreTrainedModel:
             raise ValueError(
                 f"{name} must have all weights of its config, got {what} for {', '.join(first)}{more}"
             )
+    if model.config.tie_word_embeddings and not _is_tied(model):
+        model.config.tie_word_embeddings = False
     return model
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Whether the output head of a model is its embeddings, or has their values."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    weights = [getattr(x, "weight", None) for x in ends]
+    if any(x is None for x in weights):
+        return True
+    return weights[0] is weights[1] or torch.equal(*weights)
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
@@ -186,5 +217,12 @@ def _explained(wanted: str) -> Iterator[None]:
         yield
     except (ValueError, OSError, StrictDataclassError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         raise ValueError(f"{wanted}, got {type(error).__name__} ({error})") from error
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether an error is no interruption. A panic in Rust, as in tokenizers, is an error that is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -1,5 +1,6 @@
 """A conversation whose past is in one memory, so that no message is read twice."""
 
+import warnings
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from hf_memory.serving.memory_file import check_layers
 
 ANSWER = "An answer of the model 8c1f6d0e"  # placeholder for earlier answers when the template is applied
 EXCHANGE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+NEXT = {"role": "user", "content": "Next"}
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -23,7 +25,8 @@ class Conversation:
 
     With a chat template, the model reads the same tokens as if the template were applied to the whole conversation:
     first its beginning, then, for each message, what follows the previous answer. An answer that was cut short is
-    ended as any other. No text is stored.
+    ended as any other. Where the template would show an answer that was read otherwise, such as without its thinking,
+    the next message is refused.
 
     Args:
         model: a causal language model of this package; its `generation_config` says how tokens are sampled.
@@ -32,7 +35,8 @@ class Conversation:
         system: the system prompt; default: that of the template.
         max_new_tokens: largest number of tokens of an answer.
         options: changes to the `generation_config`, by its names: do_sample, temperature, top_k, top_p,
-            repetition_penalty, eos_token_id ... Penalties consider only the tokens since the last answer.
+            repetition_penalty, eos_token_id ... Penalties consider all tokens of the conversation, but not those that
+            `cache` has read before.
         seed: seed for sampling.
 
     Raises:
@@ -67,36 +71,42 @@ class Conversation:
         self.max_new_tokens = max_new_tokens
         self.options = options or {}
         self.seed = seed
-        self.unread: list[int] = []  # tokens of the conversation that the cache has not read
+        self.tokens: list[int] = []  # of the conversation
+        self.unread: list[int] = []  # the last of them, which the cache has not read
+        self.changes_answers = False  # whether the template would show the last answer otherwise
 
     def answer(self, line: str) -> Generator[int, None, None]:
         """Read a message, and yield the tokens of the answer as they are generated; closing the iterator stops it.
 
         Raises:
-            ValueError: if the message has no token, or an option is wrong. It is then no part of the conversation.
+            ValueError: if the message has no token, or an option is wrong, or the template would show an earlier answer
+                otherwise than it was read. It is then no part of the conversation.
         """
-        unread = self.unread + self._turn(line)
+        turn = self._turn(line)
+        before = self.tokens + turn
+        unread = self.unread + turn
         if not unread:
             raise ValueError(f"line must have at least one token, got {line!r}")
+        read = len(before) - len(unread)  # tokens of the conversation that the cache has read
         answered: list[int] = []
         seed = self.seed
         self.seed += 1
         try:
-            for token, cache in self._continued(unread, seed):
+            for token, cache in self._continued(before, unread, seed):
                 answered.append(token)
                 if (
                     cache is not None
                 ):  # the answer ends, and the cache has read all of it but this token
                     self.cache = cache
-                    unread = []
-                    answered = [token]
+                    read = len(before) + len(answered) - 1
                 yield token
         finally:
             if answered:
-                self.unread = unread + self._closed(answered)
+                self.tokens = before + self._closed(answered)
+                self.unread = self.tokens[read:]
 
     def memory(self) -> DynamicCache:
-        """The cache after the whole conversation.
+        """The cache after the whole conversation. It warns if the template would show the last answer otherwise.
 
         Raises:
             ValueError: if there was no message yet.
@@ -110,26 +120,39 @@ class Conversation:
             raise ValueError(
                 "a conversation must have at least one message before its memory can be taken"
             )
+        if self.changes_answers:
+            warnings.warn(
+                "the memory has the last answer as it was written, which the chat template of this model would show "
+                "otherwise before another message, such as without its thinking",
+                stacklevel=2,
+            )
         return self.cache
 
     def reset(self) -> None:
         """Forget the conversation."""
         self.cache = None
+        self.tokens = []
         self.unread = []
+        self.changes_answers = False
 
     @torch.no_grad()
-    def _continued(self, unread: list[int], seed: int) -> Iterator[tuple[int, DynamicCache | None]]:
-        """The tokens that follow, one by one, and beside the last one the cache that has read those before it."""
+    def _continued(
+        self, tokens: list[int], unread: list[int], seed: int
+    ) -> Iterator[tuple[int, DynamicCache | None]]:
+        """The tokens that follow those of the conversation, one by one.
+
+        Beside the last one is the cache that has read those before it.
+        """
         model = self.model
-        config = _generation_config(model, len(unread), self.max_new_tokens, self.options)
+        config = _generation_config(model, len(tokens), self.max_new_tokens, self.options)
         processors = model._get_logits_processor(
-            config, input_ids_seq_length=len(unread), device=model.device
+            config, input_ids_seq_length=len(tokens), device=model.device
         )
         ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
         generator = torch.Generator().manual_seed(seed)
         cache = self._own_cache()
-        ids = self._ids(unread)
-        logits = _read(model, ids, cache)
+        logits = _read(model, self._ids(unread), cache)
+        ids = self._ids(tokens)
         for left in reversed(range(self.max_new_tokens)):
             scores = processors(ids, logits.to(torch.float32, copy=True))[0]
             if config.do_sample:
@@ -164,30 +187,55 @@ class Conversation:
             return self.tokenizer(line, add_special_tokens=begins)["input_ids"]
         if begins:
             system = [] if self.system is None else [{"role": "system", "content": self.system}]
-            return self._tokens(*self._text([*system, user], add_generation_prompt=True))
-        text, start = self._text([*EXCHANGE, user], add_generation_prompt=True)
-        closed, end = self._text(EXCHANGE)
-        closing = closed[end:]
-        return self._tokens(
-            text, start + len(closing) if text.startswith(closing, start) else start
-        )
+            return self._tokens(self._text([*system, user], add_generation_prompt=True), 0)
+        self._check_earlier_answers()
+        return self._after_answer(user)[len(self._closing()) :]
 
     def _closed(self, answered: list[int]) -> list[int]:
-        """The tokens that end an answer in the template, without those that the answer already has."""
+        """An answer with the tokens that end it, whatever follows, without those that it already has."""
         if self.tokenizer.chat_template is None:
             return answered
         end = self.options.get("eos_token_id", self.model.generation_config.eos_token_id)
         ended = answered[-1] in (end if isinstance(end, list) else [end])
-        return (answered[:-1] if ended else answered) + self._tokens(*self._text(EXCHANGE))
+        written = answered[:-1] if ended else answered
+        self.changes_answers = not self._keeps(self.tokenizer.decode(written))
+        return written + self._closing()
 
-    def _text(self, messages: list[dict], **options) -> tuple[str, int]:
-        """The text that the template makes of messages, and where the answer in it ends."""
-        text = apply_template(self.tokenizer, messages, **options)
-        if messages[: len(EXCHANGE)] != EXCHANGE:
-            return text, 0
+    def _check_earlier_answers(self) -> None:
+        """Raise ValueError if the template shows earlier answers otherwise than they were read."""
+        asked = self._text(EXCHANGE[:1], add_generation_prompt=True).rstrip()
+        shown = self._text([*EXCHANGE, NEXT]).partition(ANSWER)[0]
+        if self.changes_answers or shown.rstrip() != asked:
+            raise ValueError(
+                "the chat template of this model must show an answer, when another message follows, as it was read; it "
+                "changes the last one, as templates do that drop earlier thinking. A memory cannot take back what it "
+                "has read: use generate with the template of the whole conversation"
+            )
+
+    def _keeps(self, answer: str) -> bool:
+        """Whether the template shows an answer as it is when another message follows, apart from space around it."""
+        question, _ = EXCHANGE
+        shown = self._text([question, {"role": "assistant", "content": answer}, NEXT])
+        around = self._text([*EXCHANGE, NEXT])
+        return shown in (around.replace(ANSWER, text) for text in (answer, answer.strip()))
+
+    def _closing(self) -> list[int]:
+        """The tokens that end an answer both where it is the last message and where another follows."""
+        last = self._after_answer()
+        earlier = self._after_answer(NEXT)
+        same = [x == y for x, y in zip(last, earlier)]
+        return last[: [*same, False].index(False)]
+
+    def _after_answer(self, *messages: dict) -> list[int]:
+        """The tokens after an answer when these messages follow."""
+        text = self._text([*EXCHANGE, *messages], add_generation_prompt=bool(messages))
         if ANSWER not in text:
             raise ValueError("the chat template of this model must contain the text of answers")
-        return text, text.index(ANSWER) + len(ANSWER)
+        return self._tokens(text, text.index(ANSWER) + len(ANSWER))
+
+    def _text(self, messages: list[dict], **options) -> str:
+        """The text that the template makes of messages."""
+        return apply_template(self.tokenizer, messages, **options)
 
     def _tokens(self, text: str, start: int) -> list[int]:
         """The tokens of a text after a character, tokenised together with the text before it."""
@@ -226,6 +274,8 @@ def _generation_config(
 
 def _check_cache(cache: DynamicCache, model: PreTrainedModel) -> None:
     check_layers(cache, model)
+    if not all(layer.is_initialized for layer in cache.layers):
+        raise ValueError("cache must have read tokens or be None, got an empty one")
     texts = {
         layer.batch_size if isinstance(layer, MemoryLayer) else len(layer.keys)
         for layer in cache.layers

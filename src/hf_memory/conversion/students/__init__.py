@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.cache import LAYER_TYPES
 from hf_memory.conversion.keep import Keep
-from hf_memory.conversion.teachers import shared_options
+from hf_memory.conversion.teachers import shared_options, with_one_rope
 from hf_memory.files.names import nearest
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.any_model import layer_types
@@ -147,7 +147,8 @@ def student_config(
         ValueError: if the teacher or the family is not supported, or an option does not exist or must be the teacher's.
     """
     family = find_student(to)
-    shared = shared_options(teacher)
+    positions = options.get("max_position_embeddings")
+    shared = with_one_rope(shared_options(teacher), teacher, positions)
     kinds = layer_types(teacher)
     far_memory = getattr(family.config, "far_memory", None)
     has_window = "sliding_window" in options and far_memory is not None

@@ -61,7 +61,7 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
     ]
     placed = {target_name for _, target_name, _ in moves}
     new = [name for name in target if name not in placed]
-    faults = _misfits(moves, target)
+    faults = _misfits(moves, target) + _overwritten(moves, target)
     faults += [
         f"the student's {name} has no counterpart" for name in new if not NEW_WEIGHTS.match(name)
     ]
@@ -75,6 +75,24 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
         target[other].copy_(x)
         used[name] = (*used.get(name, ()), other)
     return CarriedWeights(used, dropped, new)
+
+
+def _overwritten(moves: list[tuple[str, str, Tensor]], target: dict[str, Tensor]) -> list[str]:
+    """Which different values would be written to one tensor of the student, as triples of `_misfits`."""
+    writers: dict[int, tuple[str, Tensor]] = {}
+    faults = []
+    for name, other, x in moves:
+        # none for an empty tensor, and for one on the meta device, whose weights are only counted
+        place = target[other].data_ptr() if other in target else 0
+        if not place:
+            continue
+        first, y = writers.setdefault(place, (name, x))
+        if x.data_ptr() != y.data_ptr() and not torch.equal(x, y):
+            faults.append(
+                f"{first} and {name} are one tensor in the student, and differ in the teacher: set "
+                "tie_word_embeddings=False in its config, as load_teacher does"
+            )
+    return faults
 
 
 def _misfits(moves: list[tuple[str, str, Tensor]], target: dict[str, Tensor]) -> list[str]:

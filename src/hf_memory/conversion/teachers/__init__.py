@@ -1,13 +1,16 @@
 """The Transformers that can be converted, and how their configs and weights translate into ours."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_memory.modeling.any_model import COMMON_FIELDS, head_dim
+from hf_memory.modeling.checks import check, check_type
 
 SHARED: tuple[str, ...] = (
     *COMMON_FIELDS,
@@ -16,6 +19,7 @@ SHARED: tuple[str, ...] = (
     "num_key_value_heads",
 )
 SHARED += ("hidden_act", "rope_parameters", "attention_dropout")
+ROPES = ("rope_parameters", "local_rope_parameters")
 
 
 def _phi3_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
@@ -158,3 +162,46 @@ def shared_options(config: PreTrainedConfig) -> dict:
     if "attention_bias" in teacher.same:
         shared["attention_output_bias"] = config.attention_bias
     return {**shared, "head_dim": head_dim(config), **teacher.always, **teacher.others(config)}
+
+
+def with_one_rope(shared: dict, config: PreTrainedConfig, positions: int | None = None) -> dict:
+    """Shared options of a teacher whose rotation is the same for texts of any length.
+
+    A memory keeps keys that were rotated, so it cannot go on with other angles. Those of LongRoPE change after the
+    length that a teacher was first trained for; its student has those up to this length, and no more positions.
+
+    Args:
+        shared: the options that `shared_options` gives.
+        config: the teacher's config.
+        positions: number of positions that the user wants; None: not said.
+
+    Raises:
+        ValueError: if the teacher has more positions than its student can have, and they are wanted or nothing is said.
+    """
+    check_type("max_position_embeddings", positions, int | None)
+    ropes = {name: shared[name] for name in ROPES if shared.get(name)}
+    for name, rope in ropes.items():
+        kind = rope["rope_type"]
+        wanted = "one whose angles are the same in texts of any length"
+        check(kind != "dynamic", f"rope_type of {name} of the teacher", wanted, kind)
+        if kind != "longrope" or rope["short_factor"] == rope["long_factor"]:
+            continue
+        first = rope["original_max_position_embeddings"]
+        asked = config.max_position_embeddings if positions is None else positions
+        if asked > first:
+            raise ValueError(
+                f"max_position_embeddings must be at most {first} for a student of a teacher with LongRoPE, whose "
+                f"angles change after so many tokens, while a memory keeps keys of one kind, got {asked}: "
+                f"-o max_position_embeddings={first}"
+            )
+        scaling = _attention_factor(config, rope)
+        changed = {"long_factor": rope["short_factor"], "attention_factor": scaling}
+        shared = {**shared, name: {**rope, **changed}, "max_position_embeddings": asked}
+    return shared
+
+
+def _attention_factor(config: PreTrainedConfig, rope: Mapping[str, Any]) -> float:
+    """What LongRoPE multiplies cosines and sines by, which depends on the teacher's number of positions."""
+    config = copy.copy(config)
+    config.rope_parameters = dict(rope)
+    return ROPE_INIT_FUNCTIONS["longrope"](config)[1]

@@ -33,9 +33,15 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.integrations.gguf.reader import GgufHeader
 from transformers.utils import is_gguf_available
 
+from hf_memory.conversion.teachers.gguf_metadata import (
+    ARCHITECTURES,
+    fields_of,
+    refused,
+    ropes_of,
+)
 from hf_memory.files.chat_template import apply_template
 from hf_memory.modeling.card import is_address, terms
-from hf_memory.modeling.loading import load_model
+from hf_memory.modeling.loading import is_fault, load_model
 
 ENDS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
 SAMPLING = {
@@ -119,9 +125,11 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except (PermissionError, UnsupportedFile):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         reason = str(error).split("\n")[0] or type(error).__name__
-        raise ValueError(
+        raise UnsupportedFile(
             f"{file.name} is damaged or incomplete, or of a kind that is not read: {reason}"
         ) from error
 
@@ -140,16 +148,29 @@ def read_config(file: Path) -> PreTrainedConfig:
             raise ValueError(
                 f"it must have a tensor for each block, got {blocks:,} and {len(sizes)} tensors"
             )
+        said = _said(file, architecture, metadata)
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        if window := metadata.get(f"{architecture}.attention.sliding_window"):
-            config.sliding_window = window
-        scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-        if scaling != "none":
-            raise UnsupportedFile(
-                f"teacher must have a RoPE that transformers reads from GGUF, got scaling {scaling!r}"
-            )
+        for name, value in fields_of(said, architecture).items():
+            setattr(config, name, value)
+        config.rope_parameters = ropes_of(said, config.rope_parameters)
         _check_tensors(file, architecture, config, sizes)
         return config
+
+
+def _said(file: Path, architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of an architecture, all of which is read."""
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise UnsupportedFile(
+            f"a teacher in a GGUF file must be one of {supported}, got {file.name} of {architecture!r}"
+        )
+    start = f"{architecture}."
+    said = {name.removeprefix(start): x for name, x in metadata.items() if name.startswith(start)}
+    if given := refused(said, architecture):
+        raise UnsupportedFile(
+            f"{file.name} must have no metadata that changes predictions and is not read, got {start}{given}"
+        )
+    return said
 
 
 def _sizes(file: Path) -> dict[str, int]:
@@ -195,7 +216,11 @@ def read_tokenizer(file: Path):
     if beside.exists():
         try:
             return PreTrainedTokenizerFast.from_pretrained(file.parent)
-        except Exception as error:  # whatever transformers and tokenizers raise for a damaged file
+        except (
+            BaseException
+        ) as error:  # whatever transformers and tokenizers raise for a damaged file
+            if not is_fault(error):
+                raise
             reason = str(error).split("\n")[0] or type(error).__name__
             raise UnsupportedFile(
                 f"{beside} must describe a tokenizer, got a damaged one ({reason}): without it, {file.name} has one"
