@@ -57,7 +57,8 @@ def test_tokens_go_where_the_divergence_falls_most(distances, heads, expected, m
     assert (
         8 * sum(near) - max(near) < sum(n * kept for n, kept in zip(near, found)) <= 8 * sum(near)
     )
-    assert [x.kv_eviction.kept for x in student.modules() if isinstance(x, WindowedMixer)] == [8, 8]
+    mixers = [x for x in student.modules() if isinstance(x, WindowedMixer)]
+    assert [x.parts[0].past.kept for x in mixers] == [8, 8]
 
 
 @pytest.mark.parametrize("bits", [None, 8])
