@@ -321,9 +321,10 @@ def shares(results: Results) -> str:
         return ""
     least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
     mean = sum(found.values()) / len(found)
+    beyond = "; above 100% the memory outweighs the rest" if found[most] > 1 else ""
     return (
         f"{mean:.0%} in the mean over layers, from {found[least]:.0%} (layer {int(least)}) to "
-        f"{found[most]:.0%} (layer {int(most)})"
+        f"{found[most]:.0%} (layer {int(most)}){beyond}"
     )
 
 
