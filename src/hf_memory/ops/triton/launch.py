@@ -21,12 +21,6 @@ VECTOR = 2
 REGISTERS: dict[str, int] = {} if torch.version.hip else {"maxnreg": 255}
 
 
-def architecture(device: torch.device) -> int:
-    """The kind of a GPU, as 90 for sm_90; 0 for other devices."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return 10 * major + minor
-
-
 def decay_kind(g: Tensor | None) -> int:
     """The kind of decay: NONE, SCALAR or VECTOR."""
     if g is None:
