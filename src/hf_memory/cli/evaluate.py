@@ -234,9 +234,8 @@ def _show(known: dict[str, Any]) -> None:
     """Print the table, and the answers side by side."""
     names = list(record.labels(known).values())
     rows = list[Any]()
-    for task, found in groupby(
-        record.table(known), key=itemgetter(0)
-    ):  # each is named once, and is a section
+    # each is named once, and is a section
+    for task, found in groupby(record.table(known), key=itemgetter(0)):
         rows += [None, *((task if i == 0 else "", *cells) for i, (_, *cells) in enumerate(found))]
     print_table(rows, (*record.HEADER, *names), title=TITLE)
     if kinds := record.unanswered(known):

@@ -11,12 +11,10 @@ from hf_memory.export.parts import Weights
 from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 
-LLAMA_CPP_EXPAND = (
-    2  # inner width relative to hidden_size in llama.cpp; a GGUF file is padded to it
-)
-UNLIMITED = {
-    "time_step_limit": [0.0, math.inf]
-}  # mlx-lm's default for Granite would be (0.001, 100)
+# inner width relative to hidden_size in llama.cpp; a GGUF file is padded to it
+LLAMA_CPP_EXPAND = 2
+# mlx-lm's default for Granite would be (0.001, 100)
+UNLIMITED = {"time_step_limit": [0.0, math.inf]}
 FREE = (
     "attention_bias",
     "attention_output_bias",

@@ -94,9 +94,8 @@ def diagonal_plus_rank_one(
 def _rank_one_segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v, g, a, b = rows
     B, _, H, _ = v.shape
-    q, k, v, g, a, b = (
-        split_chunks(x, C) for x in (scale * q, k, v, g, a, b)
-    )  # [NC, B * H, C, ...]
+    # [NC, B * H, C, ...]
+    q, k, v, g, a, b = (split_chunks(x, C) for x in (scale * q, k, v, g, a, b))
     queries = rows_by_head(grouped_rows(q, k), k)
     reads = torch.cat([queries.to(b.dtype), _one_later(a, -1).unsqueeze(-3)], -3)
     writes = torch.stack([k.to(b.dtype), b]).unsqueeze(-3)

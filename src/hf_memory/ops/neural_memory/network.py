@@ -139,9 +139,8 @@ def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | Non
     return output(z, x, rule, norm)
 
 
-RETENTIONS: dict[
-    str, Callable[[Tensor], Tensor]
-] = {  # the weights R(W) [..., d_in, d_out] of a layer for the stored W
+# the weights R(W) [..., d_in, d_out] of a layer for the stored W
+RETENTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda stored: stored,
     "norm": lambda stored: stored / ((stored**4).sum((-2, -1), keepdim=True) + NORM_EPS**2).sqrt(),
     "softmax": lambda stored: stored.softmax(-2),
@@ -154,9 +153,8 @@ def _huber(e: Tensor, threshold: Tensor) -> Tensor:
     return torch.where(size <= threshold, e, threshold * torch.tanh(STEEPNESS * e))
 
 
-LOSSES: dict[
-    str, Callable[[Tensor, Any], Tensor]
-] = {  # gradients for errors e [..., V] and thresholds [...]
+# gradients for errors e [..., V] and thresholds [...]
+LOSSES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "squared": lambda e, threshold: e,
     "cubed": lambda e, threshold: 3 * torch.tanh(STEEPNESS * e) * (e.square() + NORM_EPS),
     "huber": _huber,

@@ -43,9 +43,8 @@ def neural_memory(
     inputs = Inputs(*given)
     HV = given[2].shape[2]
     momentum, decay, threshold, muon_lr = inputs[4:]
-    q, k, v, lr = (
-        repeat_heads(x, HV) for x in (inputs.q[:, :, :, None], *pairs_of(inputs))
-    )  # [B, T, H, n, D]
+    # [B, T, H, n, D]
+    q, k, v, lr = (repeat_heads(x, HV) for x in (inputs.q[:, :, :, None], *pairs_of(inputs)))
     norm = None if norm is None else (norm[0][:, None], norm[1][:, None])
     W, S, A = enter(initial_state, weights)
     phase = initial_state.phase
@@ -128,9 +127,8 @@ def example(
     shapes = [(d_in + bias, d_out) for d_in, d_out in zip(widths, widths[1:])]
     P = sum(d_in * d_out for d_in, d_out in shapes)
     phase = torch.arange(1, s.B + 1) % chunk_size
-    rate = (
-        (0.1 if depth > 1 else 0.5) / (10 if loss == "cubed" else 1) / chunk_size
-    )  # its gradients are larger
+    # its gradients are larger
+    rate = (0.1 if depth > 1 else 0.5) / (10 if loss == "cubed" else 1) / chunk_size
     rows = {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
     given: dict[str, Any] = {
         "lr": rate * s(s.HV).sigmoid(),

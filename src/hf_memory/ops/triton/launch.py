@@ -72,9 +72,8 @@ def additive_constants(
     tile_k = min(width_k, max(16, tile // width_v))
     tile_v = min(width_v, max(16, tile // width_k))
     warps_by_key = warps
-    if (
-        decay == VECTOR and narrow and not wide
-    ):  # decays by pairs of tokens cost most: compute them once a chunk
+    # decays by pairs of tokens cost most: compute them once a chunk
+    if decay == VECTOR and narrow and not wide:
         tile_v = width_v
         warps_by_key = 4
     by_value = common._replace(BK=width_k, BV=tile_v, PARTS=parts_k)

@@ -110,9 +110,8 @@ def read_backward_kernel(
         dc_c = dc_c + dc_t
     store_tile(scores + SECOND, scores_2, rows, C, cols, C)
     store_tile(G, G_1, rows, C, cols, C)
-    P_c = load_tile(
-        given.P + at * C * C, rows, C, cols, C
-    )  # loaded a second time, to save registers
+    # loaded a second time, to save registers
+    P_c = load_tile(given.P + at * C * C, rows, C, cols, C)
     dq_c -= dot(P_c * G_1, load_tile(k_c, cols, C, i_k, K), meta.DTYPE)
     if meta.RESIDUAL:
         dq_c += load_tile(do_c, rows, C, i_v, V)
