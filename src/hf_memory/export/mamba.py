@@ -150,10 +150,8 @@ class Granite(Target):
         }
 
     def engines(self, config: GatedLinearAttentionConfig) -> dict[str, str]:
-        (n_groups, _, _), llama_cpp = (
-            _sizes(config),
-            parts.rope_fault(config, "default", "llama3"),
-        )
+        n_groups, *_ = _sizes(config)
+        llama_cpp = parts.rope_fault(config, "default", "llama3")
         if parts.has_bias(config):
             llama_cpp = "its memory layers have no biases"
         if _sizes(config, LLAMA_CPP_EXPAND)[2] != LLAMA_CPP_EXPAND:

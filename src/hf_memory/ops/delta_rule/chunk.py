@@ -157,8 +157,10 @@ def decayed(q: Tensor, k: Tensor, g: Tensor | None):
         reads = torch.cat([queries.to(wide), wide.unsqueeze(-3)], -3)
         writes = wide.unsqueeze(-3)
         products, read_in, k_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
-        P, A = products[..., :-1, :, :], products[..., -1, :, :]
-        q_in, k_in = read_in[..., :-1, :, :], read_in[..., -1, :, :]
+        P = products[..., :-1, :, :]
+        A = products[..., -1, :, :]
+        q_in = read_in[..., :-1, :, :]
+        k_in = read_in[..., -1, :, :]
         k_out = k_out.squeeze(-3)
         decay = decay.squeeze(-3)
     else:
