@@ -425,6 +425,27 @@ def test_low_precision_goes_in_and_out_and_states_stay_wide(form):
     assert_close(state[:3], expected_state[:3], rounded_state[:3])
 
 
+def test_a_backward_pass_under_autocast_computes_chunks_again_without_it():
+    arguments = make(40, depth=2, chunk_size=4, dtype=torch.float32)
+    weights = [W.requires_grad_() for W in arguments["weights"]]
+    o = neural_memory(**arguments)[0].sum()
+    expected = torch.autograd.grad(o, weights, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(o, weights)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_training_is_one_compiled_graph():
+    torch._dynamo.reset()
+    arguments = make(5, HV=1, depth=1, chunk_size=4)
+    arguments |= {"mask": None, "initial_state": None}
+    weights = [W.requires_grad_() for W in arguments["weights"]]
+    compiled = torch.compile(neural_memory, backend="eager", fullgraph=True)
+    outputs = [op(**arguments)[0] for op in (compiled, neural_memory)]
+    assert_close(*outputs)
+    assert_close(*(torch.autograd.grad(o.square().sum(), weights) for o in outputs))
+
+
 def test_no_gradients_are_needed_for_the_reference_to_learn():
     arguments = make(12, depth=2, chunk_size=4)
     expected = neural_memory(**arguments, backend="reference")[0]

@@ -66,14 +66,15 @@ class _ComputedAgain(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         saved = zip(ctx.saved_tensors, ctx.others, needs)
         leaves = [y if x is None else x.detach().requires_grad_(need) for x, y, need in saved]
+        inputs = [x for x, need in zip(leaves, needs) if need]
 
-        def again(_) -> list:
-            return tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.structure)))[0]
+        def found(_) -> tuple:
+            results = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.structure)))[0]
+            pairs = zip(results, gradients)
+            known = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
+            outputs, of_outputs = zip(*known)
+            return torch.autograd.grad(outputs, inputs, of_outputs, allow_unused=True)
 
         with torch.enable_grad():
-            results = without_autocast(again, next(g for g in gradients if g is not None))
-        known = [(x, g) for x, g in zip(results, gradients) if g is not None and x.requires_grad]
-        inputs = [x for x, need in zip(leaves, needs) if need]
-        outputs, of_outputs = zip(*known)
-        found = iter(torch.autograd.grad(outputs, inputs, of_outputs, allow_unused=True))
-        return None, None, None, *(next(found) if need else None for need in needs)
+            grads = iter(without_autocast(found, next(g for g in gradients if g is not None)))
+        return None, None, None, *(next(grads) if need else None for need in needs)
