@@ -35,11 +35,8 @@ from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.short_convolution import convolution_step
 
 OPS_WITH_KERNELS = {op.name: op for op in OPS if op.has_kernels}
-WITHOUT_GATES = ({"momentum": False}, {"decay": False}, {"momentum": False, "decay": False})
 VARIANTS = {  # further arguments of `example`
     "neural_memory": (
-        *({"depth": 1, "chunk_size": 1, **gates} for gates in WITHOUT_GATES),
-        *({"depth": 2, "chunk_size": 4, **gates} for gates in WITHOUT_GATES),
         {"depth": 2, "chunk_size": 16, "expansion": 4, "residual": True},
         {"depth": 2, "chunk_size": 16},
         {"depth": 2, "chunk_size": 16, "K": 32, "V": 32},
@@ -128,17 +125,14 @@ class Launch(NamedTuple):
 
 
 @cache
-def launches(only: tuple[str, ...], architecture: str) -> list[Launch]:
+def launches(only: tuple[str, ...]) -> list[Launch]:
     """What ops launch in both passes at usual sizes, each specialisation once; nothing is computed."""
-    memories = import_module("hf_memory.ops.neural_memory.kernels.launch")
-    number = int(architecture.removeprefix("sm_"))
-    with patch.object(memories, "architecture", lambda device: number):
-        asked = ((name, call) for name, call in calls() if any(part in name for part in only))
-        made = [
-            launch._replace(name=f"{launch.name} {name}")
-            for name, call in asked
-            for launch in recorded(call)
-        ]
+    asked = ((name, call) for name, call in calls() if any(part in name for part in only))
+    made = [
+        launch._replace(name=f"{launch.name} {name}")
+        for name, call in asked
+        for launch in recorded(call)
+    ]
     found: dict[str, Launch] = {}
     for launch in made:
         found.setdefault(f"{launch.kernel} {specialisation(launch)}", launch)
@@ -186,10 +180,8 @@ def calls() -> Iterator[tuple[str, Callable]]:
 
 def _in_a_name(option: str, x: Any) -> str:
     """An argument of `example` in the name of a variant."""
-    if x is True:
-        return option
-    if x is False:
-        return f"no_{option}" if option in ("momentum", "decay") else ""
+    if isinstance(x, bool):
+        return option if x else ""
     return str(x)
 
 
@@ -339,7 +331,7 @@ def assemble(ptx: str, architecture: int) -> tuple[int, int]:
 
 def line_of(place: int, only: tuple[str, ...], architecture: str) -> tuple[str, bool]:
     """The table's line of one of `launches`, and whether it can be launched on the architecture."""
-    launch = launches(only, architecture)[place]
+    launch = launches(only)[place]
     try:
         report = compile_launch(launch, architecture)
     except Exception as failed:  # whatever a compiler raises is a line of the table
@@ -401,7 +393,7 @@ def main() -> None:
         jobs = [
             pool.submit(line_of, n, only, x)
             for x in arguments.arch
-            for n in range(len(launches(only, x)))
+            for n in range(len(launches(only)))
         ]
         for job in as_completed(jobs):
             line, fits = job.result()

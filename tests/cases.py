@@ -211,6 +211,7 @@ CASES = (
         "titans-lmm-linear-full",
         "hf_memory_titans",
         {**FULL_HYBRID, "variant": "lmm", "memory_depth": 1},
+        has_kernels=False,
     ),
     Case(
         "titans-mag",
@@ -227,6 +228,7 @@ CASES = (
             "num_persistent_tokens": 0,
             "memory_rope": True,
         },
+        has_kernels=False,
     ),
     Case(
         "titans-mac",

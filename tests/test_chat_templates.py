@@ -99,19 +99,25 @@ def test_of_several_templates_the_default_is_applied(tmp_path):
         apply_template(tokenizer_with({"rag": PLAIN, "tool_use": PLAIN}), TALK)
 
 
-def test_several_processes_render_as_one_does(tmp_path, monkeypatch):
+def test_several_threads_render_as_one_does(tmp_path, monkeypatch):
     rows = "".join(
         json.dumps({"messages": [{"role": "user", "content": f"w{i}"}]}) + "\n"
         for i in range(3, 40)
     )
     (tmp_path / "a.jsonl").write_text(rows)
     texts = []
+    started = []
+    start = chat_template._Process._start
+    monkeypatch.setattr(
+        chat_template._Process, "_start", lambda self: started.append(self) or start(self)
+    )
     for number in (1, 2):
-        monkeypatch.setattr(tokenised, "PROCESSES", number)
+        monkeypatch.setattr(tokenised, "THREADS", number)
         monkeypatch.setattr("os.cpu_count", lambda: 2)
         monkeypatch.setattr(tokenised, "BATCH", 200)
         texts.append(read_tokens([tmp_path / "a.jsonl"], tokenizer_with(PLAIN)))
     assert len({tokens_fingerprint(text) for text in texts}) == 1
+    assert len(started) <= 1
     assert apply_template(tokenizer_with(PLAIN), TALK)
 
 
@@ -144,8 +150,58 @@ def test_a_process_that_was_killed_or_interrupted_is_started_again(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(chat_template.time, "monotonic", interrupted)
+        patch.setattr(chat_template._Process, "_line", interrupted)
         with pytest.raises(KeyboardInterrupt):
             apply_template(tokenizer, TALK)
     assert chat_template._process.running is None
     assert apply_template(tokenizer, TALK[1:]) == "w8"
+
+
+@pytest.fixture
+def no_process():
+    """No process of templates before and after a test."""
+    chat_template._process._end()
+    yield
+    chat_template._process._end()
+
+
+FAKE = """
+def render_jinja_template(conversations, **options):
+    {body}
+"""
+
+
+def fake_transformers(folder, before="", body="return ['imported'], [[]]"):
+    """A module that takes the place of transformers in a process that finds it first."""
+    package = folder / "transformers" / "utils"
+    package.mkdir(parents=True)
+    for part in (package.parent, package):
+        (part / "__init__.py").touch()
+    (package / "chat_template_utils.py").write_text(before + FAKE.format(body=body))
+
+
+def test_the_process_imports_what_its_parent_would(no_process, tmp_path, monkeypatch):
+    fake_transformers(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert apply_template(tokenizer_with(PLAIN), TALK) == "imported"
+
+
+def test_a_process_that_does_not_start_is_ended(no_process, tmp_path, monkeypatch):
+    fake_transformers(tmp_path, before="import time; time.sleep(99)\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        patch.setattr(chat_template, "STARTING", 0.3)
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match=r"its process did not start within 0\.3 seconds"):
+            apply_template(tokenizer_with(PLAIN), TALK)
+        assert time.monotonic() - begin < 20
+    assert apply_template(tokenizer_with(PLAIN), TALK) == "w4 w7 w2 w4 w8 w2 "
+
+
+def test_a_process_that_is_stopped_is_ended(no_process, monkeypatch):
+    tokenizer = tokenizer_with(PLAIN)
+    assert apply_template(tokenizer, TALK)
+    os.kill(chat_template._process.running.pid, signal.SIGSTOP)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    with pytest.raises(ValueError, match=r"it took more than 0\.2 seconds"):
+        apply_template(tokenizer, TALK)

@@ -68,6 +68,20 @@ def test_a_kernel_is_compared_with_its_reference(call):
     assert check.difference(call, SMALL, "cpu", "triton") < check.TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize("dtype", check.TOLERANCE)
+@pytest.mark.parametrize("size", [0.3, 0.03, 0.01])
+def test_an_error_in_small_numbers_is_not_hidden_by_large_ones(size, dtype):
+    def run(x, backend):
+        return x if backend == "reference" else torch.cat([x[:1], 0 * x[1:]])
+
+    def inputs(**sizes):
+        return {"x": torch.tensor([[1.0, -1.0], [size, -size]])}
+
+    call = FIRST._replace(run=run, inputs=inputs, variant={}, has_gradients=False)
+    found = check.difference(call, SMALL._replace(dtype=dtype), "cpu", "chunk")
+    assert found > check.TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("fault", [1.01, torch.nan, None])
 def test_a_kernel_with_a_wrong_gradient_is_seen(fault, monkeypatch):
     backward = check.gradients

@@ -783,7 +783,8 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     )  # of 128
     shares = {f"layer {i:02}": {"share": {"value": i / 8}} for i in (0, 2)}
     remembering = replace(results, rows=rows | {"student": rows["student"] | {"memory": shares}})
-    assert "of its size. layer 00: 0 %, layer 02: 25 %." in report.model_card(remembering).text
+    card_of_it = report.model_card(remembering).text
+    assert "12% in the mean over layers, from 0% (layer 0) to 25% (layer 2)" in card_of_it
     assert "What the memory gives" not in card.text  # all layers are memory alone
     assert lengths_beyond(LlamaConfig(), 10**6)[-1] == 8192
     assert lengths_beyond(MistralConfig(sliding_window=4097), 10**6)[-1] == 32768

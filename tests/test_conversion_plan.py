@@ -23,6 +23,7 @@ from hf_memory.conversion.report import model_card
 from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.evaluation.efficiency import BYTES, READ, WRITTEN
+from hf_memory.evaluation.scores import CANNOT
 from hf_memory.progress import Progress
 from teachers import SCHEDULE, convert, make_teacher, text
 
@@ -100,24 +101,93 @@ def test_one_step_of_one_window_is_in_the_singular():
     ],
 )
 def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
-    plan = planned(**recipe)
-    figures = {
-        "perplexity": ("perplexity",),
-        "recall": ("recall",),
-        "speed": (BYTES, READ, WRITTEN),
-    }
-    row = {
-        task: {"256": {x: {"value": 2.0, "samples": [2.0]} for x in of_task}}
-        for task, of_task in figures.items()
-    }
-    names = {"teacher": "someone/llama", "text": "random words", "training": {}}
-    rows = {"teacher": row, "student": row}
-    card = model_card(
-        results_of(plan, {stage.name: [] for stage in plan.stages}, rows, **names)
-    ).content
+    card = model_card(results_with(planned(**recipe), row_of(2.0))).content
     about = card[: card.index("## Results")]  # what follows explains columns
     assert [words for words in true if words not in about] == []
     assert [words for words in false if words in about] == []
+
+
+def row_of(recall, at=(256,), speed=2.0, low=None, high=None):
+    """What was found of a model whose recall is this number, or these at each length."""
+    recalls = recall if isinstance(recall, list) else [recall] * len(at)
+    figures = {"perplexity": ("perplexity",), "speed": (BYTES, READ, WRITTEN)}
+    found = {
+        task: {str(x): {name: {"value": speed, "samples": [2.0]} for name in names} for x in at}
+        for task, names in figures.items()
+    }
+    interval = {"low": low, "high": high, "samples": [2.0]}
+    found["recall"] = {str(x): {"recall": {"value": y, **interval}} for x, y in zip(at, recalls)}
+    return found
+
+
+def results_with(plan, student, teacher=None):
+    names = {"teacher": "someone/llama", "text": "random words", "training": {}}
+    rows = {"teacher": teacher or student, "student": student}
+    return results_of(plan, {stage.name: [] for stage in plan.stages}, rows, **names)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sentence"),
+    [
+        ({"to": "linear"}, "Its past has a size that does not grow, so it recalls less"),
+        ({"to": "attention", "options": {"num_kept_tokens": 8}}, "Its past has a size that does"),
+        ({"to": "linear", "keep": (1,)}, "It keeps less of older tokens than its teacher does"),
+        ({"to": "deltaformer"}, ""),
+    ],
+)
+def test_a_card_says_of_the_memory_what_is_so(recipe, sentence):
+    card = model_card(results_with(planned(**recipe), row_of(2.0))).content
+    limits = card[card.index("## Limits") :]
+    assert sentence in limits
+    assert ("recalls less" in limits) is bool(sentence)
+
+
+@pytest.mark.parametrize(
+    ("recalls", "at"),
+    [
+        ([2.0, 1.0, 0.1], 1024),
+        ([2.0, 0.1, 0.1], 512),
+        ([2.0, 0.1, 1.0], None),
+        ([0.1, 0.1, 0.1], 256),
+        ([2.0, 1.9, 1.8], None),
+    ],
+)
+def test_a_card_says_from_where_on_a_student_recalls_nothing(recalls, at):
+    lengths = (256, 512, 1024)
+    results = results_with(planned(), row_of(recalls, lengths), row_of(2.0, lengths))
+    card = model_card(results).content
+    assert ("recalls nothing" in card) is (at is not None)
+    assert at is None or f"From {at:,} tokens on the student recalls nothing" in card
+
+
+def test_where_a_teacher_recalls_nothing_a_student_cannot_forget():
+    lengths = (256, 512)
+    results = results_with(planned(), row_of([2.0, 0.0], lengths), row_of([2.0, 0.05], lengths))
+    assert "recalls nothing" not in model_card(results).content
+
+
+def test_figures_of_a_card_have_intervals_and_commas():
+    card = model_card(
+        results_with(planned(), row_of(2.5, speed=73583.4, low=2.25, high=2.75))
+    ).content
+    assert "| 2.500 [2.250, 2.750] |" in card
+    assert "| 73,583 | 73,583 |" in card
+
+
+def test_kinds_of_questions_that_a_teacher_cannot_answer_are_a_line():
+    score = {"score": {"value": 0.1, "low": 0.0, "high": 0.2, "samples": [0.1]}}
+    kinds = {f"kind {i}": score | {"win and tie": {"value": CANNOT}} for i in range(18)}
+    student = row_of(2.0) | {"instructions": kinds}
+    teacher = row_of(2.0) | {"instructions": dict.fromkeys(kinds, score)}
+    card = model_card(results_with(planned(), student, teacher)).content
+    assert "The teacher answers none of 18 kinds of questions well above chance" in card
+    assert "kind 3" not in card
+    compared = score | {"win and tie": {"value": 1.0}, "score / teacher's": {"value": 1.0}}
+    student["instructions"] = kinds | {"kind 0": compared}
+    card = model_card(results_with(planned(), student, teacher)).content
+    assert "| kind 0 | 0.1 [0, 0.2] | 0.1 [0, 0.2] | 1 | 1 |" in card
+    assert "| kind 1 |" not in card
+    assert "cannot answer well above chance: kind 1, kind 2, " in card
 
 
 @pytest.mark.parametrize(

@@ -203,13 +203,13 @@ def test_damaged_tokens_that_are_used_are_seen(tmp_path, monkeypatch):
         test_damaged_tokens_are_read_again_and_this_is_said("flipped", "tokens", tmp_path)
 
 
-def test_several_processes_tokenise_as_one_does(tmp_path, monkeypatch):
+def test_several_threads_tokenise_as_one_does(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40))
     )
     texts = []
     for number, batch in ((1, 2**20), (1, 20), (3, 20)):
-        monkeypatch.setattr(tokenised, "PROCESSES", number)
+        monkeypatch.setattr(tokenised, "THREADS", number)
         monkeypatch.setattr("os.cpu_count", lambda: 3)
         monkeypatch.setattr(tokenised, "BATCH", batch)
         texts.append(read_tokens([tmp_path / "a.jsonl"], make_tokenizer()))

@@ -35,6 +35,7 @@ from hf_memory.evaluation import (
     plot_conversion,
     recall_by_distance,
 )
+from hf_memory.evaluation.efficiency import in_16_bits
 from hf_memory.evaluation.estimates import described, exp_of_mean
 from hf_memory.evaluation.needles import RIGHT
 from hf_memory.evaluation.plots import plot_task
@@ -250,7 +251,23 @@ def test_models_of_transformers_with_states_of_one_size_are_measured_too():
     mamba = Mamba2ForCausalLM(Mamba2Config(**sizes, n_groups=1, chunk_size=16)).eval()
     states = 4 * 16 * 16 + (64 + 2 * 16) * mamba.config.conv_kernel
     assert cache_bytes_after(mamba, 20) == cache_bytes_after(mamba, 30) == 4 * states
-    assert cost(mamba, 20, new_tokens=2)["cache bytes"] == 4 * states
+    assert cost(mamba, 20, new_tokens=2)["cache bytes in 16 bits"] == 4 * states
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_cache_is_compared_in_16_bits_whatever_the_model_runs_in(case, dtype):
+    model = make_model(case).to(dtype)
+    found = cost(model, 20, new_tokens=2)["cache bytes in 16 bits"]
+    assert found == cache_bytes(in_16_bits(model.config), 20)
+    assert found == cost(make_model(case).bfloat16(), 20, new_tokens=2)["cache bytes in 16 bits"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_cache_of_attention_is_compared_in_16_bits(dtype):
+    model = small_llama().to(dtype)
+    expected = kv_cache_bytes(in_16_bits(model.config), 20)
+    assert cost(model, 20, new_tokens=2)["cache bytes in 16 bits"] == expected
 
 
 def test_costs_are_of_reading_at_once_and_writing_with_a_cache_within_the_positions_of_a_model():
@@ -263,7 +280,7 @@ def test_costs_are_of_reading_at_once_and_writing_with_a_cache_within_the_positi
     )
     found = cost(model, 7, new_tokens=3)
     assert min(found["tokens/s read"], found["tokens/s written"]) > 0
-    assert found["cache bytes"] == cache_bytes_after(model, 7)
+    assert found["cache bytes in 16 bits"] == cache_bytes_after(model, 7) / 2
     assert lengths[:12] == 3 * [4, 1, 1, 1]
 
 
@@ -424,12 +441,13 @@ def test_an_axis_of_zeros_does_not_show_rounding(monkeypatch):
 
 def test_bytes_are_drawn_in_megabytes(monkeypatch):
     sizes = {
-        at: {"cache bytes": described(x)} for at, x in (("256", 50_000_000), ("512", 150_000_000))
+        at: {"cache bytes in 16 bits": described(x)}
+        for at, x in (("256", 50_000_000), ("512", 150_000_000))
     }
     (panel,), _ = drawn({"model": sizes}, monkeypatch)
     panel.figure.draw_without_rendering()
     shown = [label.get_text() for label in panel.get_yticklabels()]
-    assert panel.get_title() == "cache MB"
+    assert panel.get_title() == "cache MB in 16 bits"
     assert "100" in shown
     assert panel.yaxis.get_offset_text().get_text() == ""
 

@@ -233,6 +233,45 @@ def test_one_thread_at_a_time_claims_a_path(tmp_path):
     )
 
 
+def test_a_file_that_its_owner_removes_before_it_is_locked_is_no_lock(tmp_path, monkeypatch):
+    acquire = folders.FileLock.acquire
+    seen = []
+
+    def late(lock, **how):
+        held = acquire(lock, **how)
+        if not seen:  # as if the owner before had removed its file since it was opened here
+            seen.append(lock)
+            os.unlink(lock.lock_file)
+        return held
+
+    monkeypatch.setattr(folders.FileLock, "acquire", late)
+    path = tmp_path / "x"
+    with (
+        folder_lock(path),
+        pytest.raises(ValueError, match="must not be in use"),
+        folder_lock(path),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_whose_owner_ends_while_it_is_named_is_refused(tmp_path, monkeypatch):
+    acquire = folders.FileLock.acquire
+
+    def gone(lock, **how):
+        try:
+            return acquire(lock, **how)
+        except folders.Timeout:
+            os.unlink(lock.lock_file)
+            raise
+
+    monkeypatch.setattr(folders.FileLock, "acquire", gone)
+    path = tmp_path / "x"
+    expected = "to which another process writes"
+    with folder_lock(path), pytest.raises(ValueError, match=expected), folder_lock(path):
+        pass
+
+
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     output = tmp_path / "student"
     with new_folder(output) as folder:

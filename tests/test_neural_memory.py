@@ -49,6 +49,7 @@ OPTIONS = {
     "initial": {"forget_to": "initial", "residual": True, "bias": True, "activation": "gelu"},
     "anchor": {"forget_to": "anchor", "bias": True},
     "short": {"max_grad_norm": 0.5, "residual": True, "bias": True},
+    "short steps of another loss": {"max_grad_norm": 0.1, "loss": "cubed"},
     "ttt": TTT,
     "moneta": {**MIRAS, "loss": "cubed", "retention": "norm"},
     "yaad": {**MIRAS, "loss": "huber"},
@@ -424,6 +425,27 @@ def test_low_precision_goes_in_and_out_and_states_stay_wide(form):
     assert_close(state[:3], expected_state[:3], rounded_state[:3])
 
 
+def test_a_backward_pass_under_autocast_computes_chunks_again_without_it():
+    arguments = make(40, depth=2, chunk_size=4, dtype=torch.float32)
+    weights = [W.requires_grad_() for W in arguments["weights"]]
+    o = neural_memory(**arguments)[0].sum()
+    expected = torch.autograd.grad(o, weights, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(o, weights)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_training_is_one_compiled_graph():
+    torch._dynamo.reset()
+    arguments = make(5, HV=1, depth=1, chunk_size=4)
+    arguments |= {"mask": None, "initial_state": None}
+    weights = [W.requires_grad_() for W in arguments["weights"]]
+    compiled = torch.compile(neural_memory, backend="eager", fullgraph=True)
+    outputs = [op(**arguments)[0] for op in (compiled, neural_memory)]
+    assert_close(*outputs)
+    assert_close(*(torch.autograd.grad(o.square().sum(), weights) for o in outputs))
+
+
 def test_no_gradients_are_needed_for_the_reference_to_learn():
     arguments = make(12, depth=2, chunk_size=4)
     expected = neural_memory(**arguments, backend="reference")[0]
@@ -453,15 +475,9 @@ def test_states_are_kept_before_groups_of_chunks_only():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         neural_memory(**arguments)
-    P = sum(W.numel() for W in arguments["weights"])
-    assert (
-        sum(
-            x.numel()
-            for x in saved
-            if x.shape[-1] in (4, 32) and x.shape[-2] in (4, 32) and x.ndim == 3
-        )
-        < 40 * P
-    )
+    size = arguments["weights"][0].numel()  # of each of the two matrices
+    weights = {x.data_ptr() for x in saved if x.numel() == size}
+    assert 0 < len(weights) < 64
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -492,7 +508,7 @@ BAD = {
     "momentum must be given with muon_lr": {"muon_lr": torch.zeros(2, 9, 2), "momentum": None, "initial_state": None},
     r"earlier.k must have shape \(2, 9, 1, 3, 4\)": {"earlier": tuple(torch.zeros(2, 9, 2, 3, 4) for _ in range(3))},
     "earlier must be EarlierPairs": {"earlier": torch.zeros(2, 9, 1, 3, 4)},
-    "max_grad_norm must be positive, or None with another loss": {"max_grad_norm": 1.0, "loss": "cubed"},
+    "max_grad_norm must be positive, or None with another retention": {"max_grad_norm": 1.0, "retention": "norm"},
     "norm must be a pair": {"norm": torch.zeros(2, 4)},
     r"norm\[1\] must have shape": {"norm": (torch.zeros(2, 4), torch.zeros(4))},
     "mask must have shape": {"mask": torch.ones(2, 3, dtype=torch.bool)},

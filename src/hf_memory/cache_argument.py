@@ -14,9 +14,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 NAMES = ("cache", "past_key_values")
-CACHE = next(
-    name for name in NAMES if name in BaseModelOutputWithPast.__dataclass_fields__
-)  # transformers' own name
+# transformers' own name
+CACHE = next(name for name in NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)
 OTHER_NAMES = (
     "state",
     "mems",

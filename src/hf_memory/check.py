@@ -33,6 +33,8 @@ TOLERANCE = {
     "float32": 1e-3,
     "bfloat16": 3e-2,
 }  # of the largest number; float32 multiplies in tf32x3
+ROWS = 5  # times this of the largest number of a row, as that of a token
+FLOOR = 0.03  # of the largest number of a tensor, which is added to that of a row
 SECONDS = 120  # that one call may take, with its compilation
 PROCESSES = 8  # that compile at once, at most
 
@@ -247,6 +249,9 @@ def compared(task: Task) -> dict:
 def difference(call: Call, size: Size, device: str, form: str) -> float:
     """The largest difference of a form from the reference, on the scale of the largest number of each tensor.
 
+    On that of its row a difference may be ROWS times as large, so that what is wrong in small numbers is not hidden by
+    large ones elsewhere.
+
     The reference computes in float64 with the rounded inputs. What is missing counts as zeros; a number that is none
     makes the difference infinite.
     """
@@ -270,14 +275,18 @@ def converted(inputs: dict, dtype: torch.dtype, device: str) -> dict:
 
 
 def relative_error(found: Tensor | None, expected: Tensor | None) -> float:
-    """See `difference`."""
+    """The difference of a result, see `difference`."""
     if expected is None or not expected.numel():
         return 0.0
     found = torch.zeros_like(expected) if found is None else found
     if found.shape != expected.shape:
         raise RuntimeError(f"a result has shape {tuple(found.shape)}, not {tuple(expected.shape)}")
-    error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-    return error.nan_to_num(nan=torch.inf).item()
+    error = (found - expected).abs()
+    sizes = expected.abs()
+    largest = sizes.max().clamp(min=1e-6)
+    of_rows = sizes.amax(-1, keepdim=True) + FLOOR * largest
+    relative = torch.maximum(error / largest, error / (ROWS * of_rows)).max()
+    return relative.nan_to_num(nan=torch.inf).item()
 
 
 def results_of(call: Call, inputs: dict, form: str) -> Results:

@@ -152,9 +152,8 @@ class MuonWithAdamW(Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        self.param_groups = [
-            group for part in self.parts for group in part.param_groups
-        ]  # schedulers change these
+        # schedulers change these
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()
     def step(self, closure=None) -> None:  # type: ignore[override]

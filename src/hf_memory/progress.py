@@ -3,12 +3,10 @@
 import os
 from typing import NamedTuple
 
-IS_FIRST = (
-    os.environ.get("RANK", "0") == "0"
-)  # only the first process of a launch writes and prints
-History = list[
-    dict[str, float]
-]  # losses of a training, [{"step": ..., "loss": ...}, {"step": ..., "eval_loss": ...}]
+# only the first process of a launch writes and prints
+IS_FIRST = os.environ.get("RANK", "0") == "0"
+# losses of a training, [{"step": ..., "loss": ...}, {"step": ..., "eval_loss": ...}]
+History = list[dict[str, float]]
 
 
 class Progress(NamedTuple):

@@ -65,9 +65,8 @@ def _main(
 
 def app() -> None:
     """Run the command line; an error is one sentence on stderr and exit code 2."""
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # torch reads it when it is imported, which is later
+    # torch reads it when it is imported, which is later
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries; a command shows its own
     try:
         commands(prog_name="hf-memory")

@@ -40,7 +40,10 @@ def check() -> None:
         if "failed" in row:
             console.print(f"{row['call']}, {row['dtype']}: {row['failed']}", soft_wrap=True)
     dtypes = list(dict.fromkeys(task.size.dtype for task in tasks))
-    title = "largest error beside the reference in float64, as a part of the largest number"
+    title = (
+        "largest error beside the reference in float64, as a part of the largest number, "
+        "or of five times that of its row"
+    )
     header = ("op", "form", *dtypes, "ms", "ms of PyTorch")
     has_times = device != "cpu"
     rows = [cells(name, rows, dtypes) for name, rows in found.items()]

@@ -78,7 +78,6 @@ class Command(TyperCommand):
         """Write the help in groups, the last of which has the settings."""
         whole = copy(self)
         whole.params = self.in_groups()
-        self.get_help_option(
-            ctx
-        ).rich_help_panel = ADVANCED  # not in a group of its own, before all others
+        # not in a group of its own, before all others
+        self.get_help_option(ctx).rich_help_panel = ADVANCED
         super(Command, whole).format_help(ctx, formatter)

@@ -20,7 +20,7 @@ from hf_memory.cli.writing import LoadingFlags
 from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import ITEMS, LENGTHS, PROMPTS, TASKS, Subject, record
 from hf_memory.evaluation import evaluate as carry_out
-from hf_memory.evaluation.scores import KINDS, check_tolerance
+from hf_memory.evaluation.scores import KINDS, UNANSWERED, check_tolerance
 from hf_memory.evaluation.tasks import SCORED_AT, TOLERANCE
 from hf_memory.files.documents import read_prompts
 from hf_memory.files.fingerprints import (
@@ -234,11 +234,12 @@ def _show(known: dict[str, Any]) -> None:
     """Print the table, and the answers side by side."""
     names = list(record.labels(known).values())
     rows = list[Any]()
-    for task, found in groupby(
-        record.table(known), key=itemgetter(0)
-    ):  # each is named once, and is a section
+    # each is named once, and is a section
+    for task, found in groupby(record.table(known), key=itemgetter(0)):
         rows += [None, *((task if i == 0 else "", *cells) for i, (_, *cells) in enumerate(found))]
     print_table(rows, (*record.HEADER, *names), title=TITLE)
+    if kinds := record.unanswered(known):
+        console.print(f"{UNANSWERED}{', '.join(kinds)}.", soft_wrap=True)
     for prompt, *texts in record.side_by_side(known):
         console.print(f"\n{prompt}", style="bold", soft_wrap=True)
         for name, text in zip(names, texts):

@@ -25,9 +25,8 @@ def turns() -> Generator[str, None, None]:
                 text += "\n" + line("")
             text = text.replace(BEGIN, "").replace(END, "").strip()
             if is_terminal:
-                print(
-                    MARK_PASTES, end="", flush=True
-                )  # during the answer, too: readline has taken it back
+                # during the answer, too: readline has taken it back
+                print(MARK_PASTES, end="", flush=True)
             if text:
                 yield text
     except EOFError:

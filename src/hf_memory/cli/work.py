@@ -16,7 +16,16 @@ from hf_memory.conversion.choice import Tried
 from hf_memory.conversion.costs import read_device
 from hf_memory.conversion.describe import advice_rows, device_rows, fits
 from hf_memory.conversion.goal import CONTEXT
-from hf_memory.conversion.report import HEADER, RATIO_BELOW, score_header, score_table, table
+from hf_memory.conversion.report import (
+    HEADER,
+    RATIO_BELOW,
+    forgets,
+    score_header,
+    score_table,
+    table,
+    unanswered,
+)
+from hf_memory.evaluation.scores import UNANSWERED
 
 HEAD_COLUMNS = ("layer/head", "score")
 TRIED = (
@@ -139,9 +148,13 @@ def print_results(results: Results) -> None:
     """Print the results of all models, first the scores of their answers."""
     if scores := score_table(results):
         print_table(scores, score_header(results), title="scores of answers")
+    if kinds := unanswered(results):
+        console.print(f"{UNANSWERED}{', '.join(kinds)}.", soft_wrap=True)
     rows = table(results)
     models = len(results.rows)
     sections = ((None, *rows[i : i + models]) for i in range(0, len(rows), models))
     print_table(chain.from_iterable(sections), HEADER, title="on held-out text, by length")
+    if at := forgets(results):
+        console.print(f"From {at:,} tokens on, the last model recalls nothing.", soft_wrap=True)
     if results.is_conversion:
         console.print(RATIO_BELOW)

@@ -214,23 +214,36 @@ def story(plan: Plan) -> list[str]:
 
 
 def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
-    """A clause about the size of a student's cache, compared with its teacher's."""
-    grows, first, last = (
-        bytes_per_token(student),
-        *(cache_bytes(student, context) for context in (CONTEXTS[0], FAR)),
-    )
-    if not grows and first == last:
+    """A clause about the size of a student's cache in 16 bits, compared with its teacher's."""
+    ours, teachers = _growth(student, teacher)
+    first, last = (cache_bytes(in_16_bits(student), context) for context in (CONTEXTS[0], FAR))
+    if not ours and first == last:
         return f"its cache has a fixed size of {_megabytes(last)}, however long the text is"
-    if not grows:
+    if not ours:
         return f"its cache grows with the text up to {_megabytes(last)}, and no further"
-    ours, teachers = (bytes_per_token(in_16_bits(x)) for x in (student, teacher))
     share = ours / teachers if teachers else float("inf")
     how = (
         "as fast as its teacher's"
         if f"{share:.0%}" == "100%"
         else f"at {share:.0%} of the rate of its teacher's"
     )
-    return f"its cache grows with the text {how}, by {grows:,} bytes per token"
+    return f"its cache grows with the text {how}, by {ours:,} bytes per token"
+
+
+def limits(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
+    """A sentence about what a student cannot recall as its teacher does; empty if it keeps as much of each token."""
+    ours, teachers = _growth(student, teacher)
+    if not ours:
+        return "Its past has a size that does not grow, so it recalls less of a long text than attention does."
+    if ours < teachers:
+        return "It keeps less of older tokens than its teacher does, so it recalls less of a long text."
+    return ""
+
+
+def _growth(student: PreTrainedConfig, teacher: PreTrainedConfig) -> tuple[int, int]:
+    """Bytes by which the caches of both grow with each token of a long text, in 16 bits."""
+    ours, teachers = (bytes_per_token(in_16_bits(x)) for x in (student, teacher))
+    return ours, teachers
 
 
 def ways_to_serve(config: PreTrainedConfig) -> Iterator[str]:

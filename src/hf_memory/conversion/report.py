@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from hf_memory.address import INSTALL
-from hf_memory.conversion.describe import past, settings, story, ways_to_serve
+from hf_memory.conversion.describe import limits, past, settings, story, ways_to_serve
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.recipe import counted
 from hf_memory.conversion.stages.distillation import DISTILLATION
@@ -21,7 +21,7 @@ from hf_memory.evaluation import longest_window, plot_conversion, plot_heads, pl
 from hf_memory.evaluation.efficiency import BYTES, READ, WRITTEN
 from hf_memory.evaluation.plots import plot_scores
 from hf_memory.evaluation.record import said, scores_of
-from hf_memory.evaluation.scores import ALL, CANNOT, RATIO, SCORE, SUMMARY, TEACHERS, WIN
+from hf_memory.evaluation.scores import ALL, RATIO, SCORE, SUMMARY, TEACHERS, WIN, is_unanswered
 from hf_memory.evaluation.tasks import FACTOR, Found
 from hf_memory.files.folders import RESULTS
 from hf_memory.progress import History
@@ -53,6 +53,7 @@ class Results:
         recipe: settings by name.
         losses: losses by stage.
         rows: what `evaluate` has found of each model by its name, the reference first and the student last.
+        limits: a sentence about what the student cannot recall; may be empty.
         window: tokens of the longest window of attention in the student; 0 if it has none.
         serving: how the student is served, a sentence for each way.
         heads: layer, number and score of all heads that could keep everything, if some of them were chosen.
@@ -68,6 +69,7 @@ class Results:
     recipe: dict
     losses: dict[str, History]
     rows: dict[str, Found]
+    limits: str = ""
     window: int = 0
     serving: tuple[str, ...] = ()
     heads: tuple[HeadScore, ...] = ()
@@ -115,6 +117,7 @@ def results_of(
         recipe=settings(plan, training),
         losses=losses,
         rows=rows,
+        limits=limits(plan.student, plan.teacher),
         window=longest_window(plan.student),
         serving=tuple(ways_to_serve(plan.student)),
         heads=plan.choice.scores,
@@ -186,7 +189,7 @@ def model_card(results: Results) -> ModelCard:
         "install": INSTALL,
         "score_header": score_header(results),
         "scores": scores,
-        "is_comparable": any(CANNOT not in row for row in scores),
+        "unanswered": unanswered(results),
         "header": HEADER,
         "ratio_below": RATIO_BELOW,
         "table": table(results),
@@ -199,9 +202,8 @@ def model_card(results: Results) -> ModelCard:
             "window",
         ),
         "passages": counted(passages, "passage") if passages else "",
-        "shares": {
-            layer: row["share"]["value"] for layer, row in results.last.get("memory", {}).items()
-        },
+        "shares": shares(results),
+        "forgets": forgets(results),
     }
     fields |= {"speed_header": SPEED_HEADER, "speeds": speed_table(results)}
     return ModelCard.from_template(data, template_path=str(CARD), results=results, **fields)
@@ -234,7 +236,9 @@ def _datasets(results: Results) -> list[str]:
     return [name.split(":")[0] for name in results.text.split(", ") if "/" in name]
 
 
-HEADER = ("tokens", "model", "KL", "agreement", "perplexity", "ratio", "recall", "cache kB")
+HEADER = ("tokens", "model", "KL", "agreement", "perplexity", "ratio", "recall", "cache MB")
+RECALLED = 0.1  # part of the teacher's recall below which a student recalls nothing
+LEAST_RECALL = 0.1  # nats a token of the teacher, below which there is nothing to recall
 RATIO_BELOW = (
     "A ratio of perplexities below one does not mean that the student is better than its teacher: it has learnt the "
     "style of this text. KL and agreement say how near it is to its teacher."
@@ -250,12 +254,17 @@ def score_header(results: Results) -> tuple[str, ...]:
 
 
 def score_table(results: Results) -> list[tuple[str, ...]]:
-    """The scores of the first and the last model as text, with the columns of `score_header`."""
+    """The scores of the first and the last model as text, with the columns of `score_header`.
+
+    Kinds of questions that the first cannot answer are left out, see `unanswered`.
+    """
     first = next(iter(results.rows.values()))
     last = results.last
     rows = {"all that the teacher can answer": last[SUMMARY][ALL]} if SUMMARY in last else {}
     rows |= {
-        at: {TEACHERS: scores_of(first)[at][SCORE], **row} for at, row in scores_of(last).items()
+        at: {TEACHERS: scores_of(first)[at][SCORE], **row}
+        for at, row in scores_of(last).items()
+        if not is_unanswered(row)
     }
     return [
         (at, *(said(row.get(name)) for name in (TEACHERS, SCORE, RATIO, WIN)))
@@ -263,22 +272,73 @@ def score_table(results: Results) -> list[tuple[str, ...]]:
     ]
 
 
+def unanswered(results: Results) -> list[str]:
+    """The kinds of questions that the first model cannot answer well above chance."""
+    return [at for at, row in scores_of(results.last).items() if is_unanswered(row)]
+
+
 def table(results: Results) -> list[tuple[str, ...]]:
-    """The table of results as text, with the columns of HEADER: all models at one length after the other."""
+    """The table of results as text, with the columns of HEADER: all models at one length after the other.
+
+    Figures have their 95 % intervals, where there are several samples.
+    """
     best = next(iter(results.rows.values()))
     rows = list[tuple[str, ...]]()
     for at in _lengths(results):
+        theirs = _figure(best, "perplexity", "perplexity", at)
         for name, found in results.rows.items():
             perplexity = _figure(found, "perplexity", "perplexity", at)
-            ratio = perplexity / _figure(best, "perplexity", "perplexity", at)
-            kl, same = (_figure(found, "agreement", figure, at) for figure in ("KL", "same choice"))
-            compared = ("", "") if kl is None else (f"{kl:z.3f}", f"{same:.1%}")
-            recall = _figure(found, "recall", "recall", at)
-            size = _figure(found, "speed", BYTES, at) / 1000
-            quality = *compared, f"{perplexity:.2f}", f"{ratio:.3f}"
-            recalled = "" if recall is None else f"{recall:.3f}"
-            rows.append((f"{at:,}", name, *quality, recalled, f"{size:.0f}"))
+            ratio = _cell(found, "agreement", "perplexity ratio", at, "z.3f")
+            quality = (
+                _cell(found, "agreement", "KL", at, "z.3f"),
+                _cell(found, "agreement", "same choice", at, ".1%"),
+                _cell(found, "perplexity", "perplexity", at, ".2f"),
+                ratio or f"{perplexity / theirs:.3f}",
+                _cell(found, "recall", "recall", at, "z.3f"),
+            )
+            size = _figure(found, "speed", BYTES, at) / 1e6
+            rows.append((f"{at:,}", name, *quality, f"{size:,.2f}"))
     return rows
+
+
+def _cell(found: Found, task: str, figure: str, at: int, form: str) -> str:
+    """A figure with its interval as text; empty if it was not measured."""
+    row = found.get(task, {}).get(str(at), {}).get(figure)
+    if row is None:
+        return ""
+    numbers = [row[name] for name in ("value", "low", "high") if row.get(name) is not None]
+    value, *ends = (format(x, form) for x in numbers)
+    return f"{value} [{', '.join(ends)}]" if ends else value
+
+
+def shares(results: Results) -> str:
+    """What part of the outputs of layers their memories give, as a sentence; empty if there are none."""
+    found = {
+        layer.removeprefix("layer "): row["share"]["value"]
+        for layer, row in results.last.get("memory", {}).items()
+    }
+    if not found:
+        return ""
+    least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+    mean = sum(found.values()) / len(found)
+    beyond = "; above 100% the memory outweighs the rest" if found[most] > 1 else ""
+    return (
+        f"{mean:.0%} in the mean over layers, from {found[least]:.0%} (layer {int(least)}) to "
+        f"{found[most]:.0%} (layer {int(most)}){beyond}"
+    )
+
+
+def forgets(results: Results) -> int | None:
+    """The length from which on the last model recalls less than a tenth of what the first does, if there is one."""
+    first = next(iter(results.rows.values()))
+    forgotten = None
+    for at in _lengths(results):
+        theirs, ours = (_figure(x, "recall", "recall", at) for x in (first, results.last))
+        if theirs is None or theirs < LEAST_RECALL:
+            continue
+        is_lost = ours < RECALLED * theirs
+        forgotten = (at if forgotten is None else forgotten) if is_lost else None
+    return forgotten
 
 
 def speed_table(results: Results) -> list[tuple[str, ...]]:
@@ -288,7 +348,7 @@ def speed_table(results: Results) -> list[tuple[str, ...]]:
         (
             f"{at:,}",
             name,
-            *(f"{_figure(found, 'speed', figure, at):.0f}" for figure in (READ, WRITTEN)),
+            *(f"{_figure(found, 'speed', figure, at):,.0f}" for figure in (READ, WRITTEN)),
         )
         for at in _lengths(results)
         for name, found in (first, last)

@@ -96,9 +96,8 @@ class Datastore:
         self._description = header
         self.module = header["module"]
         self.fingerprint = header["fingerprint"]
-        self.mixture: dict[str, float] = header.get(
-            "mixture", {}
-        )  # the weight and temperature that suit it
+        # the weight and temperature that suit it
+        self.mixture: dict[str, float] = header.get("mixture", {})
         size, width = header["shape"]
         self.keys = self._mapped(KEYS, (size, width), getattr(torch, header["dtype"]))  # [N, D]
         self.tokens = self._mapped(TOKENS, (size,), torch.int32)  # [N]

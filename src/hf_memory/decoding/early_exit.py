@@ -264,9 +264,8 @@ def fit_classifier(
         classifier.parameters(), max_iter=steps, line_search_fn="strong_wolfe"
     )
 
-    def closure() -> (
-        Tensor
-    ):  # LBFGS turns on gradients; with a small weight decay, there is an optimum
+    # LBFGS turns on gradients; with a small weight decay, there is an optimum
+    def closure() -> Tensor:
         optimizer.zero_grad()
         loss = (
             F.binary_cross_entropy_with_logits(classifier(x)[:, 0], y)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_memory.cache import state_bytes
 from hf_memory.cache_argument import cache_name
@@ -17,7 +17,7 @@ from hf_memory.modeling.any_model import head_dim, in_eval_mode, layer_types
 from hf_memory.modeling.configuration import MemoryConfig
 
 LONG = 2048  # number of tokens beyond which speed is measured once
-BYTES = "cache bytes"
+BYTES = "cache bytes in 16 bits"
 READ = "tokens/s read"
 WRITTEN = "tokens/s written"
 FAR = 2**24  # number of tokens that is longer than any window
@@ -29,18 +29,32 @@ def cost(model: PreTrainedModel, context: int, *, new_tokens: int = 16) -> dict[
     Contexts of more than 2,048 tokens are read once, which takes long enough to be measured well.
 
     Returns:
-        Bytes of the cache after all tokens, and estimates of the tokens per second of a prefill, and of decoding.
+        Bytes of the cache after all tokens in 16 bits, and estimates of the tokens per second of a prefill, and of
+        decoding.
     """
     check_counts(context=context, new_tokens=new_tokens)
     runs = 3 if context <= LONG else 1
-    sizes, read, written = zip(
-        *(reading_and_writing(model, context, new_tokens) for _ in range(runs))
+    caches, read, written = zip(
+        *(_read_and_write(model, context, new_tokens, time.perf_counter) for _ in range(runs))
     )
-    return {BYTES: max(sizes), READ: Estimate(read, of=best), WRITTEN: Estimate(written, of=best)}
+    size = bytes_in_16_bits(model.config, caches[0], context)
+    return {BYTES: size, READ: Estimate(read, of=best), WRITTEN: Estimate(written, of=best)}
 
 
-@in_eval_mode
-@torch.no_grad()
+def bytes_in_16_bits(config: PreTrainedConfig, cache: Cache, num_tokens: int) -> int:
+    """Bytes of a cache that has read so many tokens, as if its model ran in 16 bits, in which caches are compared.
+
+    States of ours that are not in the model's dtype keep theirs, as do those of other recurrent layers.
+    """
+    if isinstance(config, MemoryConfig):
+        return cache_bytes(in_16_bits(config), num_tokens)
+    layers: list[Any] = [x for x in cache.layers if getattr(x, "keys", None) is not None]
+    rows = [x for layer in layers for x in (layer.keys, layer.values)]
+    # of four bytes a number two, of eight six
+    beyond = [x.untyped_storage().nbytes() * (1 - 2 / x.dtype.itemsize) for x in rows]
+    return state_bytes(cache) - round(sum(beyond))
+
+
 def reading_and_writing(
     model: PreTrainedModel,
     context: int,
@@ -57,6 +71,16 @@ def reading_and_writing(
         clock: a clock in seconds: `time.perf_counter`, or `time.process_time` on a machine with other work.
     """
     check_counts(context=context, new_tokens=new_tokens)
+    cache, read, written = _read_and_write(model, context, new_tokens, clock)
+    return state_bytes(cache), read, written
+
+
+@in_eval_mode
+@torch.no_grad()
+def _read_and_write(
+    model: PreTrainedModel, context: int, new_tokens: int, clock: Callable[[], float]
+) -> tuple[DynamicCache, float, float]:
+    """The cache at the end, and what `reading_and_writing` returns after it."""
     new_tokens = min(new_tokens, context - 1)
     prompt = context - new_tokens  # some models have positions for `context` tokens only
     input_ids = torch.arange(prompt, device=model.device)[None] % model.config.vocab_size
@@ -68,7 +92,7 @@ def reading_and_writing(
     for _ in range(new_tokens):
         token = model(token, **past).logits.argmax(-1)
     token.cpu()
-    return state_bytes(cache), prompt / (read - start), new_tokens / (clock() - read)
+    return cache, prompt / (read - start), new_tokens / (clock() - read)
 
 
 @in_eval_mode

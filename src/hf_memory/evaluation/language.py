@@ -21,9 +21,8 @@ from hf_memory.modeling.checks import check
 BUDGET = 2**16  # number of tokens that a measure reads by default
 BATCH = 2**12  # number of tokens of a batch, unless a window has more
 SLICE = 2**24  # number of logits that are converted to float32 at once
-WHOLE = (
-    2**29
-)  # number of logits that a model returns at once; for more, it reads the text several times
+# number of logits that a model returns at once; for more, it reads the text several times
+WHOLE = 2**29
 Tell = Callable[[int], object]
 
 
@@ -240,17 +239,15 @@ def copy_gain(
     before = passage // 2
     trials = trials_within(max_tokens, [gap], passage=passage, trials=trials)
     starts = torch.linspace(0, len(text) - passage, trials).long()
-    fillers = (
-        starts + passage + max(0, len(text) - 2 * passage - before - gap) // 2
-    )  # far from the passage, cyclically
+    # far from the passage, cyclically
+    fillers = starts + passage + max(0, len(text) - 2 * passage - before - gap) // 2
     texts = text.tokens[starts[:, None] + torch.arange(passage)]
     others = text.tokens[(fillers[:, None] + torch.arange(before + passage + gap)) % len(text)]
     unread = torch.cat([others, texts], dim=1)
     read = unread.clone()
     read[:, before : before + passage] = texts
-    losses = [
-        _losses(model, text.begun(rows), progress, passage - 1) for rows in (unread, read)
-    ]  # without the first token, which cannot be predicted
+    # without the first token, which cannot be predicted
+    losses = [_losses(model, text.begun(rows), progress, passage - 1) for rows in (unread, read)]
     return Estimate((losses[0] - losses[1]).mean(1))
 
 

@@ -28,9 +28,8 @@ def plot_conversion(
         for label, name in {"training": "loss", "validation": "eval_loss"}.items():
             if points := [(x["step"], x[name]) for x in history if name in x]:
                 axes.plot(*zip(*points), label=label)
-        is_above_zero = any(
-            x.get("loss", 0) > 0 for x in history
-        )  # a student that equals its teacher has no loss
+        # a student that equals its teacher has no loss
+        is_above_zero = any(x.get("loss", 0) > 0 for x in history)
         axes.set(
             title=stage, xlabel="step", ylabel="loss", yscale="log" if is_above_zero else "linear"
         )
@@ -110,9 +109,8 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
     names = list(dict.fromkeys(name for found in models.values() for name in found))
     if not names:
         return
-    height = (
-        0.6 + 0.2 * len(models) + max(0.4, 0.07 * len(models)) * len(names)
-    )  # inches, of legend and bars
+    # inches, of legend and bars
+    height = 0.6 + 0.2 * len(models) + max(0.4, 0.07 * len(models)) * len(names)
     figure, (panel,) = _panels(1, height=height)
     thick = 0.8 / len(models)
     for i, (model, found) in enumerate(models.items()):

@@ -241,11 +241,9 @@ def _facts(dice: Random, room: int) -> Question:
 
 def filler(dice: Random) -> str:
     """A sentence that says nothing of importance."""
-    adjective, verb, (one, other) = (
-        dice.choice(ADJECTIVES),
-        dice.choice(VERBS),
-        dice.sample(JOBS, 2),
-    )
+    adjective = dice.choice(ADJECTIVES)
+    verb = dice.choice(VERBS)
+    one, other = dice.sample(JOBS, 2)
     return f"The {adjective} {one} {verb} the {other} near the {dice.choice(NOUNS)}."
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memory.evaluation.plots import plot_scores, plot_task
-from hf_memory.evaluation.scores import KINDS, SCORE, SUMMARY
+from hf_memory.evaluation.scores import KINDS, SCORE, SUMMARY, WIN, is_unanswered
 from hf_memory.evaluation.tasks import TASKS
 from hf_memory.evaluation.writing import TEXTS
 from hf_memory.files.folders import replaced
@@ -92,8 +92,19 @@ def table(record: Record) -> Iterator[tuple[str, ...]]:
             dict.fromkeys(at for found in models.values() for at in found), key=_order
         ):
             rows = [found.get(at, {}) for found in models.values()]
-            for label in dict.fromkeys(label for row in rows for label in row if label != TEXTS):
+            left_out = {TEXTS} | ({WIN} if any(map(is_unanswered, rows)) else set())
+            for label in dict.fromkeys(label for row in rows for label in row):
+                if label in left_out:
+                    continue
                 yield task, at, label, *(said(row.get(label)) for row in rows)
+
+
+def unanswered(record: Record) -> list[str]:
+    """The kinds of questions that the teacher cannot answer well above chance, which the table does not compare."""
+    scores = [scores_of(row["found"]) for row in record["models"].values()]
+    return list(
+        dict.fromkeys(at for rows in scores for at, row in rows.items() if is_unanswered(row))
+    )
 
 
 def side_by_side(record: Record) -> Iterator[tuple[str, ...]]:

@@ -31,6 +31,7 @@ SCORE = "score"
 TEACHERS = "teacher's score"
 RATIO = "score / teacher's"
 WIN = "win and tie"
+UNANSWERED = "Not compared, since the teacher cannot answer them well above chance: "
 TASKS_WON = "tasks won or tied"
 CANNOT = "the teacher cannot"
 SUMMARY = "scores"
@@ -143,6 +144,11 @@ def compared(
     teachers = torch.tensor(theirs["samples"], dtype=torch.float64)
     won = ours.samples >= (1 - tolerance) * teachers
     return {SCORE: ours, RATIO: Estimate(ours.samples, teachers, of=ratio_of_sums), WIN: Share(won)}
+
+
+def is_unanswered(figures: Mapping[str, Any]) -> bool:
+    """Whether the teacher cannot answer a kind of question well above chance, by its row of a record."""
+    return figures.get(WIN, {}).get("value") == CANNOT
 
 
 def summary(ours: Mapping[str, Any], theirs: Mapping[str, Any], tolerance: float) -> dict[str, Any]:

@@ -202,9 +202,8 @@ def _scored(group: str, says: str) -> Task:
 
     def where(subject: Subject) -> list[Place]:
         longest = getattr(subject.model.config, "max_position_embeddings", None) or math.inf
-        fitting = tuple(
-            x for x in subject.score_lengths if x < longest
-        )  # there must be room for the answer
+        # there must be room for the answer
+        fitting = tuple(x for x in subject.score_lengths if x < longest)
         return places(group, fitting) if subject.items and subject.tokenizer else []
 
     def measure(subject: Subject, place: Place) -> dict[Place, Figures]:

@@ -191,9 +191,8 @@ def save(theirs: PreTrainedModel, folder: Path, target: Target, config: MemoryCo
     saved = {
         name: x for name, x in theirs.state_dict().items() if not name.endswith(target.unsaved)
     }
-    saved = _renamed(
-        revert_weight_conversion(theirs, saved), target.file_names
-    )  # names of published checkpoints
+    # names of published checkpoints
+    saved = _renamed(revert_weight_conversion(theirs, saved), target.file_names)
     theirs.save_pretrained(folder, state_dict=saved, save_original_format=False)
     file = folder / CONFIG_NAME
     fields = json.loads(file.read_text(encoding="utf-8"))

@@ -33,9 +33,8 @@ class Layout(NamedTuple):
 
     architecture: str  # a name in gguf.MODEL_ARCH, with the names of the tensors
     parameters: Callable[..., None]
-    tensors: Callable[
-        [PreTrainedConfig, str, Tensor], Iterator[tuple[str, Tensor]]
-    ]  # with names from gguf's table
+    # with names from gguf's table
+    tensors: Callable[[PreTrainedConfig, str, Tensor], Iterator[tuple[str, Tensor]]]
     target: Target  # whose options and weights are written, which may be padded
     name: str = ""  # llama.cpp's name, where the package gguf does not have the architecture
 
@@ -57,9 +56,8 @@ def _qwen3_5(writer, config: PreTrainedConfig) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(rotating)
-    writer.add_rope_dimension_sections(
-        [-(-rotating // 6)] * 3 + [0]
-    )  # pairs for each dimension of a picture
+    # pairs for each dimension of a picture
+    writer.add_rope_dimension_sections([-(-rotating // 6)] * 3 + [0])
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -141,9 +139,8 @@ def _granite(writer, config: PreTrainedConfig) -> None:
     writer.add_feed_forward_length(config.shared_intermediate_size)
     writer.add_head_count_kv([config.num_key_value_heads if kept else 0 for kept in is_attention])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_scaling_finetuned(
-        config.position_embedding_type == "rope"
-    )  # False turns RoPE off
+    # False turns RoPE off
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
     writer.add_ssm_state_size(config.mamba_d_state)
     writer.add_ssm_group_count(config.mamba_n_groups)

@@ -11,12 +11,10 @@ from hf_memory.export.parts import Weights
 from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 
-LLAMA_CPP_EXPAND = (
-    2  # inner width relative to hidden_size in llama.cpp; a GGUF file is padded to it
-)
-UNLIMITED = {
-    "time_step_limit": [0.0, math.inf]
-}  # mlx-lm's default for Granite would be (0.001, 100)
+# inner width relative to hidden_size in llama.cpp; a GGUF file is padded to it
+LLAMA_CPP_EXPAND = 2
+# mlx-lm's default for Granite would be (0.001, 100)
+UNLIMITED = {"time_step_limit": [0.0, math.inf]}
 FREE = (
     "attention_bias",
     "attention_output_bias",
@@ -152,10 +150,8 @@ class Granite(Target):
         }
 
     def engines(self, config: GatedLinearAttentionConfig) -> dict[str, str]:
-        (n_groups, _, _), llama_cpp = (
-            _sizes(config),
-            parts.rope_fault(config, "default", "llama3"),
-        )
+        n_groups, *_ = _sizes(config)
+        llama_cpp = parts.rope_fault(config, "default", "llama3")
         if parts.has_bias(config):
             llama_cpp = "its memory layers have no biases"
         if _sizes(config, LLAMA_CPP_EXPAND)[2] != LLAMA_CPP_EXPAND:

@@ -133,9 +133,8 @@ class Qwen35(Target):
         heads = {
             part: mixer[f"{part}_proj.weight"].unflatten(0, (-1, config.head_dim)) for part in "qkv"
         }
-        heads = {
-            part: F.pad(x, (0, 0, 0, D - config.head_dim)) for part, x in heads.items()
-        }  # zeros in new channels
+        # zeros in new channels
+        heads = {part: F.pad(x, (0, 0, 0, D - config.head_dim)) for part, x in heads.items()}
         out = mixer["o_proj.weight"].unflatten(1, (-1, config.head_dim))
         if _is_pinned(config):
             norms = _pinned(config, heads)

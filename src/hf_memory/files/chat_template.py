@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_memory.files import template_process
 
 SECONDS = 5.0  # that a template may take; usual ones take milliseconds
+STARTING = 120.0  # seconds that the process may take to import what it needs
 MARKS = re.compile(
     r"\{%-?\s*generation\s*-?%\}"
 )  # before what the model writes, in templates that say it
@@ -125,9 +126,9 @@ class _Process:
     def ask(self, request: str) -> dict[str, Any]:
         """Answer a request; the process is ended if it does not answer, or the caller is interrupted."""
         with self.lock:
-            if self.running is None:
-                self.running = self._start()
             try:
+                if self.running is None and not self._start():
+                    return {"error": f"its process did not start within {STARTING:g} seconds"}
                 return self._exchange(f"{SECONDS}\n{request}\n".encode())
             except BaseException:
                 self._end()
@@ -138,7 +139,7 @@ class _Process:
         try:
             self.running.stdin.write(lines)
             self.running.stdin.flush()
-            line = self.running.stdout.readline()
+            line = self._line(2 * SECONDS)  # by then it has ended itself
         except BrokenPipeError:
             line = b""
         if line.endswith(b"\n"):
@@ -149,17 +150,33 @@ class _Process:
             "error": f"it took more than {SECONDS:g} seconds" if is_late else "its process ended"
         }
 
-    def _start(self) -> subprocess.Popen:
+    def _start(self) -> bool:
+        """Start the process, which imports what this one would. Returns whether it is ready."""
         pipes: dict = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.DEVNULL,
         }
+        folders = [x or os.getcwd() for x in sys.path]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(folders)
         command = [sys.executable, "-P", str(Path(template_process.__file__))]
-        return subprocess.Popen(
-            command, **pipes, env=environment, start_new_session=True
-        )  # Ctrl-C is not for it
+        # Ctrl-C is not for it
+        self.running = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
+        is_ready = self._line(STARTING) == template_process.READY
+        if not is_ready:
+            self._end()
+        return is_ready
+
+    def _line(self, seconds: float) -> bytes:
+        """The next line of the process, which is ended if it takes longer than this."""
+        timer = threading.Timer(seconds, self.running.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            return self.running.stdout.readline()
+        finally:
+            timer.cancel()
 
     def _end(self) -> None:
         if self.running is not None:

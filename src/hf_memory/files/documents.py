@@ -12,9 +12,8 @@ from hf_memory.files.folders import check_regular
 
 FIELDS = ("text", "messages")  # the first of these fields that a row has is read
 PART = 2**22  # characters of a document of a text file; a longer file has several
-NAME = re.compile(
-    r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?"
-)  # of a data set on the Hub, with its config
+# of a data set on the Hub, with its config
+NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 SPLITS = re.compile("train|test|valid|dev|eval")  # in names of files, as `datasets` finds them
 ABOUT = ("readme", "license", "licence")  # files that describe a data set
 SURROGATES = re.compile("[\ud800-\udfff]")  # which JSON can write, but which are no characters
@@ -149,9 +148,8 @@ def _data_set(name: str) -> Iterator[Document]:
     def rows() -> Iterator[Any]:
         try:
             yield from datasets.load_dataset(path, config or None, split="train", streaming=True)
-        except (
-            Exception
-        ) as error:  # whatever `datasets` and what it is built on raise, often without a name
+        # whatever `datasets` and what it is built on raise, often without a name
+        except Exception as error:
             raise ValueError(f"{name} must be a data set that can be loaded: {error}") from error
 
     return (_text_of(row, f"each row of {name}") for row in rows())
@@ -210,9 +208,8 @@ TABLES = {
 ARRAYS = {".npy", ".npz", ".pkl", ".pickle", ".pt", ".pth", ".safetensors", ".gguf", ".h5", ".hdf5"}
 PAGES = {".ipynb", ".pdf", ".epub", ".doc", ".docx", ".odt", ".rtf", ".xls", ".xlsx", ".ods"}
 ARCHIVES = {".tar", ".tgz", ".7z", ".rar", ".lz4", ".lzma"}
-STRUCTURED = (
-    TABLES | ARRAYS | PAGES | ARCHIVES
-)  # formats that are not read, and whose syntax is no text
+# formats that are not read, and whose syntax is no text
+STRUCTURED = TABLES | ARRAYS | PAGES | ARCHIVES
 SUFFIXES = {
     ".txt",
     ".md",

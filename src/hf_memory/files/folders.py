@@ -49,22 +49,45 @@ def folder_lock(path: Path, name: str = "output") -> Iterator[None]:
     check_folder(name, path)
     owner = path.absolute().with_name(f".{path.absolute().name}.lock")
     owner.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(owner)
     try:
-        lock.acquire(timeout=0)
+        lock = _acquired(owner)
     except Timeout:
-        by = owner.read_text(encoding="utf-8") or "another process"
         raise ValueError(
-            f"{name} must not be in use, got {path}, to which {by} writes: wait for it"
+            f"{name} must not be in use, got {path}, to which {_owner_in(owner)} writes: wait for it"
         ) from None
     try:
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         _clear_up(path.absolute())
         yield
     finally:
+        # while it is locked, so that the file of the next owner is not removed; see `_acquired`
         with suppress(OSError):  # Windows keeps open files
             owner.unlink()
         lock.release()
+
+
+def _acquired(owner: Path) -> FileLock:
+    """A lock that is held, of the file that has this name.
+
+    The owner before may remove the file after it was opened here and before it is locked: then others lock another one.
+
+    Raises:
+        Timeout: if it is locked.
+    """
+    while True:
+        lock = FileLock(owner)
+        lock.acquire(timeout=0)
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(lock._context.lock_file_fd), owner.stat()):  # type: ignore[arg-type]
+                return lock
+        lock.release()
+
+
+def _owner_in(owner: Path) -> str:
+    """Who has locked a file, which may be gone by now."""
+    with suppress(OSError):
+        return owner.read_text(encoding="utf-8") or "another process"
+    return "another process"
 
 
 def _clear_up(path: Path) -> None:

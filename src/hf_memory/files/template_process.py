@@ -1,6 +1,7 @@
 """A process that renders chat templates, so that one that takes too long or too much memory ends with it.
 
-It is run as a script, which imports neither torch nor hf_memory. It answers a line of JSON with such a line.
+It is run as a script, which imports neither torch nor hf_memory. It says when it is ready, and then answers a line of
+JSON with such a line.
 """
 
 import faulthandler
@@ -12,6 +13,7 @@ from pathlib import Path
 
 MEMORY = 2**31  # bytes that a template may take
 ERROR = 1000  # characters of an error that are told
+READY = b"ready\n"
 
 
 def answer(line: bytes, render) -> dict:
@@ -49,6 +51,8 @@ def main() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     limit_memory()
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
     with open(os.devnull, "w") as nowhere:
         for seconds in sys.stdin.buffer:
             faulthandler.dump_traceback_later(

@@ -1,4 +1,4 @@
-"""Texts of files and data sets as tokens on a disk, tokenised in several processes, and mapped into memory."""
+"""Texts of files and data sets as tokens on a disk, tokenised in several threads, and mapped into memory."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
@@ -24,8 +24,8 @@ from hf_memory.files.folders import replaced, written
 from hf_memory.files.text import MappedFile, Text, check_weights, start_of
 from hf_memory.progress import Progress, silent
 
-BATCH = 2**20  # characters that a process tokenises at once, for which it needs about 150 MB
-PROCESSES = 16  # at most
+BATCH = 2**20  # characters that a thread tokenises at once, for which it needs about 150 MB
+THREADS = 16  # at most
 IN_MEMORY = 2**28  # largest number of bytes of a column that is read at once
 CHECKSUMS = "checksums.json"  # SHA-256 of each of the files beside it, by name
 FILES = {"tokens": torch.int32, "documents": torch.long, "targets": torch.bool}
@@ -232,33 +232,24 @@ def _read(
 def _tokenised(
     found: Iterator[Document], encode: Callable[[list[Document]], Tokens]
 ) -> Iterator[Tokens]:
-    """Documents as tokens in their order. What is more than one batch is given to several processes."""
+    """Documents as tokens in their order. What is more than one batch is given to several threads.
+
+    Fast tokenizers, which are in Rust, run in parallel in them, and all conversations go to one process that renders
+    their templates. The first batch is encoded alone, as this may set options of the tokenizer.
+    """
     batches = _batches(found)
-    number = min(PROCESSES, os.cpu_count() or 1)
+    number = min(THREADS, os.cpu_count() or 1)
     yield from map(encode, batches if number == 1 else islice(batches, 1))
-    pool = ProcessPoolExecutor(number, initializer=_begin, initargs=(encode,))
+    pool = ThreadPoolExecutor(number)
     waiting = deque[Any]()
     try:
         for batch in batches:
-            waiting.append(pool.submit(_work, batch))
+            waiting.append(pool.submit(encode, batch))
             if len(waiting) > 2 * number:
                 yield waiting.popleft().result()
         yield from (x.result() for x in waiting)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-_encode: Callable[[list[Document]], Tokens]  # of a process
-
-
-def _begin(encode: Callable[[list[Document]], Tokens]) -> None:
-    """Give a process what it encodes with."""
-    global _encode
-    _encode = encode
-
-
-def _work(batch: list[Document]) -> Tokens:
-    return _encode(batch)
 
 
 def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:

@@ -33,8 +33,7 @@ def register_gate(config: type[MemoryConfig], name: str, mixer: type[MemoryMixer
         mixer,
     )
     known = TABLES[config].get(name)
-    is_again = (
-        known is not None and known.__qualname__ == mixer.__qualname__
-    )  # as when a cell of a notebook runs again
+    # as when a cell of a notebook runs again
+    is_again = known is not None and known.__qualname__ == mixer.__qualname__
     check(known is None or is_again, "name", "one that no gate of this family has", name)
     TABLES[config][name] = mixer

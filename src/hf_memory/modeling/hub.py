@@ -89,9 +89,8 @@ class HubConfigMixin:
     """
 
     def __post_init__(self, **kwargs):
-        auto_map = (
-            kwargs.pop("auto_map", None) or {}
-        )  # never None: trainers look up custom models in it
+        # never None: trainers look up custom models in it
+        auto_map = kwargs.pop("auto_map", None) or {}
         foreign = {name: value for name, value in auto_map.items() if SHIM_MODULE not in str(value)}
         super().__post_init__(auto_map=foreign, **kwargs)
 
@@ -107,9 +106,8 @@ class HubConfigMixin:
         classes = auto_classes(type(self))
         if path.name == CONFIG_NAME and classes:
             names = "\n".join(f"        {name}," for name in classes.values())
-            with replaced(
-                path.with_name(f"{SHIM_MODULE}.py")
-            ) as partial:  # so that no process reads half of it
+            # so that no process reads half of it
+            with replaced(path.with_name(f"{SHIM_MODULE}.py")) as partial:
                 partial.write_text(SHIM.format(classes=names, install=INSTALL), encoding="utf-8")
             saved = copy.copy(self)
             saved.auto_map = {

@@ -20,9 +20,8 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-DEEPEST = (
-    256  # layers of a model that can be built in seconds, even if its files have fewer tensors
-)
+# layers of a model that can be built in seconds, even if its files have fewer tensors
+DEEPEST = 256
 MOST_LABELS = 10_000  # of a config, which transformers lists one by one
 
 

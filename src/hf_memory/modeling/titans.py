@@ -98,8 +98,8 @@ class TitansConfig(MemoryHeadsConfig):
         memory_rule (`str`, defaults to `"titans"`): how the memory learns: `"titans"`; `"ttt_linear"` or `"ttt_mlp"`
             (https://arxiv.org/abs/2407.04620); `"moneta"`, `"yaad"` or `"memora"` (https://arxiv.org/abs/2504.13173);
             `"atlas"` (https://arxiv.org/abs/2505.23735); or `"lact"` (https://arxiv.org/abs/2505.23884), whose chunks
-            and window have 2,048 tokens by default. The rules of Miras and ATLAS compute the memory's weights after
-            every token, which makes them slower. Options that are not given follow the paper of the rule; the defaults
+            and window have 2,048 tokens by default. Moneta, Memora and ATLAS compute the memory's weights after every
+            token, which makes them slower. Options that are not given follow the paper of the rule; the defaults
             below are those of `"titans"`.
         variant (`str`, defaults to `"mag"`): how the memory works together with attention: `"lmm"` (the memory alone),
             `"mac"` (what the memory recalls is context for attention within segments), `"mag"` (the memory beside

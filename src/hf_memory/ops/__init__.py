@@ -51,13 +51,11 @@ class Op(NamedTuple):
     name: str
     op: Callable
     example: Callable  # returns valid random arguments
-    variants: tuple[
-        dict, ...
-    ]  # arguments of `example` for each variant of the op, the plain one first
+    # arguments of `example` for each variant of the op, the plain one first
+    variants: tuple[dict, ...]
     gates: tuple[str, ...] = ()  # arguments that are logarithms of a decay
-    growth: Literal["fixed", "log", "token"] = (
-        "fixed"  # of the state; "token": no state for packed sequences
-    )
+    # of the state; "token": no state for packed sequences
+    growth: Literal["fixed", "log", "token"] = "fixed"
     is_linear: bool = False  # in its state: then has 16-bit products, in_place and more query heads
     has_kernels: bool = False
 

@@ -169,9 +169,8 @@ def unit_lower_inverse(A: Tensor) -> Tensor:
 
     Products of powers of A would be faster, but lose all precision, even in float64, if keys are similar.
     """
-    if (
-        torch.compiler.is_exporting()
-    ):  # other runtimes have no substitution; the inverse of [1] is [1]
+    # other runtimes have no substitution; the inverse of [1] is [1]
+    if torch.compiler.is_exporting():
         inverse = A.new_ones(*A.shape[:-1], 1, 1)
     else:
         blocks = _diagonal_blocks(A, BLOCK)

@@ -16,9 +16,8 @@ from hf_memory.ops.layout import PIECE, per_sequence
 Backend = Literal["auto", "reference", "chunk", "triton"]
 BACKENDS = ("auto", "reference", "chunk", "triton")
 NO_KERNEL = "has no kernel for this call"  # in messages of calls that kernels do not support
-MAX_KERNEL_DIM = (
-    256  # largest number of key or value channels of a head for which there are kernels
-)
+# largest number of key or value channels of a head for which there are kernels
+MAX_KERNEL_DIM = 256
 
 
 def kernel_limits(q: Tensor, dims: Dims) -> str | None:

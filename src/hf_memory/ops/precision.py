@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-CPU_MULTIPLIES_BFLOAT16 = (
-    torch.cpu._is_avx512_bf16_supported()
-)  # otherwise slower than float32 in PyTorch
+# otherwise slower than float32 in PyTorch
+CPU_MULTIPLIES_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()
 
 
 def in_float32(op: Callable) -> Callable:

@@ -100,9 +100,8 @@ class TransformerXL(nn.Module):
         D = config.head_dim
         self.content_bias = nn.Parameter(torch.empty(heads, D))
         self.distance_bias = nn.Parameter(torch.empty(heads, D))
-        self.distance_proj = nn.Parameter(
-            torch.empty(heads * D, config.hidden_size)
-        )  # tensor parallelism splits rows
+        # tensor parallelism splits rows
+        self.distance_proj = nn.Parameter(torch.empty(heads * D, config.hidden_size))
         self.std = config.initializer_range
 
     def init_own_parameters(self) -> None:

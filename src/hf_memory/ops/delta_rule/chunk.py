@@ -94,9 +94,8 @@ def diagonal_plus_rank_one(
 def _rank_one_segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v, g, a, b = rows
     B, _, H, _ = v.shape
-    q, k, v, g, a, b = (
-        split_chunks(x, C) for x in (scale * q, k, v, g, a, b)
-    )  # [NC, B * H, C, ...]
+    # [NC, B * H, C, ...]
+    q, k, v, g, a, b = (split_chunks(x, C) for x in (scale * q, k, v, g, a, b))
     queries = rows_by_head(grouped_rows(q, k), k)
     reads = torch.cat([queries.to(b.dtype), _one_later(a, -1).unsqueeze(-3)], -3)
     writes = torch.stack([k.to(b.dtype), b]).unsqueeze(-3)
@@ -158,8 +157,10 @@ def decayed(q: Tensor, k: Tensor, g: Tensor | None):
         reads = torch.cat([queries.to(wide), wide.unsqueeze(-3)], -3)
         writes = wide.unsqueeze(-3)
         products, read_in, k_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
-        P, A = products[..., :-1, :, :], products[..., -1, :, :]
-        q_in, k_in = read_in[..., :-1, :, :], read_in[..., -1, :, :]
+        P = products[..., :-1, :, :]
+        A = products[..., -1, :, :]
+        q_in = read_in[..., :-1, :, :]
+        k_in = read_in[..., -1, :, :]
         k_out = k_out.squeeze(-3)
         decay = decay.squeeze(-3)
     else:

@@ -47,9 +47,8 @@ def linear_attention(
         return in_segments(_segment, C, initial_state, q, k, v, g, scale=scale)
     S = torch.cat([initial_state.memory, initial_state.normalizer[..., None]], dim=-1)
     o, S = in_segments(_normalized_segment, C, S, q, k, v, g, scale=1.0)
-    return o, LinearState(
-        S[..., :-1].contiguous(), S[..., -1].contiguous()
-    )  # a later call may overwrite them
+    # a later call may overwrite them
+    return o, LinearState(S[..., :-1].contiguous(), S[..., -1].contiguous())
 
 
 def _normalized_segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:

@@ -108,9 +108,8 @@ def _segment(C: int, past: Past, rows: tuple, scale: float) -> tuple[Tensor, Pas
     tokens = torch.arange(-(-T // C) * C, device=q.device).clamp(max=T - 1).view(-1, C)
     position = starts[:, tokens].transpose(0, 1)
     after = ends[:, tokens[:, -1:]].transpose(0, 1)  # [NC, B, C or 1]
-    q, k, v, weights = (
-        split_chunks(x, C) for x in (scale * q, k, v, weights)
-    )  # [NC, B * H, C, ...]
+    # [NC, B * H, C, ...]
+    q, k, v, weights = (split_chunks(x, C) for x in (scale * q, k, v, weights))
     beta, g = (None if x is None else split_chunks(x, C) for x in (beta, g))
     chunks = _chunks(q, k, beta, g)
     between = level_between(position[..., None], position[..., None, :], L)

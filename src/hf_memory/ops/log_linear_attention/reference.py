@@ -14,9 +14,8 @@ from hf_memory.ops.sample import Sample
 class LogLinearState(NamedTuple):
     """A memory for each block of tokens; there is a block for each one in the binary form of the number of tokens."""
 
-    levels: (
-        Tensor  # [N, L, HV, K, V]: index l - 1 has the block of level l (2^(l - 1) tokens) or zeros
-    )
+    # [N, L, HV, K, V]: index l - 1 has the block of level l (2^(l - 1) tokens) or zeros
+    levels: Tensor
     tokens_read: Tensor  # [N] int64
 
 
@@ -55,9 +54,8 @@ def log_linear_attention(
             write = beta[:, t, :, None] * write
             recalled = torch.einsum("blhkv,bhk->blhv", S, k[:, t])
             S = S - torch.einsum("bhk,blhv->blhkv", write, recalled)
-        S = torch.cat(
-            [torch.einsum("bhk,bhv->bhkv", write, v[:, t])[:, None], S], dim=1
-        )  # levels 0 to L
+        # levels 0 to L
+        S = torch.cat([torch.einsum("bhk,bhv->bhkv", write, v[:, t])[:, None], S], dim=1)
         outputs.append(torch.einsum("bhl,blhkv,bhk->bhv", level_weights[:, t], S, q[:, t]))
         after = n + (1 if counted is None else counted[:, t])
         S = _joined(S, level_between(after, n, S.shape[1] - 1))

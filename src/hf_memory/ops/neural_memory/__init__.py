@@ -2,9 +2,8 @@
 
 Titans, and with other options the delta rules, linear attention, TTT, Miras' memories and ATLAS.
 
-There are kernels for a matrix with chunk_size=1, and for two matrices without bias and norm that forget to initial
-weights or zero; both learn one pair a token by its squared error. They take chunks of up to 64 tokens with heads of up
-to 64 channels, 16 with 128; in float32 32 with 16 channels, 16 with 64.
+There are kernels for Titans' memory of two matrices, with momentum, which forgets to its initial weights. They take
+chunks of up to 64 tokens with heads of up to 64 channels, 16 with 128; in float32 32 with 16 channels, 16 with 64.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from hf_memory.ops.inputs import (
     named_state,
 )
 from hf_memory.ops.layout import PIECE, per_sequence, without_padding
-from hf_memory.ops.neural_memory import chunk, reference
+from hf_memory.ops.neural_memory import chunk, dual, reference
 from hf_memory.ops.neural_memory.layout import pieces_of
 from hf_memory.ops.neural_memory.network import (
     ACTIVATIONS,
@@ -73,8 +72,8 @@ class Learning(TypedDict, total=False):
             decays tau_i / tau_(i-1) and rates tau_i lr give TTT's rates tau_i lr_j for position i in a chunk.
         max_grad_norm: largest norm of a token's gradient, over all matrices of a head; larger gradients are clipped
             before they are multiplied by the learning rate. Without it the steps of a chunk, whose gradients are taken
-            at the same weights, may overshoot, more in every chunk, until they overflow. Only with loss="squared",
-            retention="all", one pair for each token, and without Muon.
+            at the same weights, may overshoot, more in every chunk, until they overflow. Only with retention="all", one
+            pair for each token, and without Muon.
         loss: the inner loss of the error e = M(k_t; A) - v_t: "squared" (default), with the gradient e; "cubed", sum
             |e|^3, with the gradient 3 sign(e) e^2; or "huber", with the gradient e where |e| <= threshold_t, else
             threshold_t sign(e). The sign is approximated by tanh(10 e).
@@ -144,9 +143,8 @@ def neural_memory(
     )
     pairs, window = _pairs(k, v, lr, earlier, dims)
     rule, norm = _rule(dims, q, weights, chunk_size, given, window, learning)
-    decay = (
-        None if chunk_size == 1 and rule.forget_to == "anchor" else decay
-    )  # else steps since the anchor decay
+    if decay is None or (chunk_size == 1 and rule.forget_to == "anchor"):
+        decay = torch.zeros_like(lr)  # nothing decays; with "anchor" only steps since the anchor do
     P = sum(W[0].numel() for W in weights)
     shapes = [
         (dims.N, dims.HV, width)
@@ -155,14 +153,14 @@ def neural_memory(
     state = named_state(initial_state, NeuralMemoryState, [*shapes, (dims.N,)], like=q)
     rows = without_padding(mask, q, *pairs, momentum, decay, threshold, muon_lr)
     aligned, mask = pieces_of(q, mask, initial_state is None)
-    chosen = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
+    chosen = choose_backend(backend, q, _kernels_refuse(q, dims, weights, given, norm, rule))
     o, state = per_sequence(
         _form(chosen, aligned),
         cu_seqlens,
         *rows,
         mask,
         initial_state=state,
-        piece=PIECE if chunk.is_exact(rule, weights, norm) else chunk_size,
+        piece=PIECE if dual.is_solved(rule, weights, norm) else chunk_size,
         weights=tuple(weights),
         norm=norm,
         rule=rule,
@@ -234,7 +232,7 @@ def _rule(
         raise ValueError("momentum must be given with muon_lr, got None")
     if rule.max_grad_norm is not None and not (rule.max_grad_norm > 0 and rule.is_linear):
         raise ValueError(
-            "max_grad_norm must be positive, or None with another loss or retention, Muon or earlier pairs, "
+            "max_grad_norm must be positive, or None with another retention, Muon or earlier pairs, "
             f"got {rule.max_grad_norm}"
         )
     return rule._replace(
@@ -243,37 +241,34 @@ def _rule(
 
 
 def _kernels_refuse(
-    q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule
+    q: Tensor,
+    dims: Dims,
+    weights: tuple[Tensor, ...],
+    given: set[str],
+    norm: Norm | None,
+    rule: Rule,
 ) -> str | None:
     """Why there is no kernel for this call, as a clause; None if there is one."""
-    b = rule.chunk_size
     widest = max(dims.K, dims.V)
     limits = MAX_KERNEL_CHUNKS[min(q.dtype.itemsize, 4)]
-    chunk = next((tokens for channels, tokens in limits.items() if widest <= channels), None)
-    network = len(weights) > 1 or b > 1
+    longest = next((tokens for channels, tokens in limits.items() if widest <= channels), 0)
+    options = ("forget_to", "max_grad_norm", "loss", "retention")
+    others = [(name, getattr(rule, name), getattr(Rule(), name)) for name in options]
     reasons = (
+        (len(weights) != 2, f"weights must be 2 matrices, got {len(weights)}"),
+        (rule.bias, "weights must be without bias"),
         (norm is not None, "norm must be None"),
-        (rule.max_grad_norm is not None, f"max_grad_norm must be None, got {rule.max_grad_norm}"),
+        ("momentum" not in given, "momentum must be given, got None"),
         (rule.muon, "muon_lr must be None"),
         (rule.window > 1, "earlier must be None"),
-        (rule.loss != "squared", f"loss must be 'squared', got {rule.loss!r}"),
-        (rule.retention != "all", f"retention must be 'all', got {rule.retention!r}"),
+        *((x != ours, f"{name} must be {ours!r}, got {x!r}") for name, x, ours in others),
         (
-            network and len(weights) != 2,
-            f"weights must be 2 matrices, or 1 with chunk_size=1, got {len(weights)}",
-        ),
-        (network and rule.bias, "weights must be without bias"),
-        (
-            network and rule.forget_to == "anchor",
-            "forget_to must be 'initial' or 'zero', got 'anchor'",
-        ),
-        (
-            chunk is None,
+            not longest,
             f"K and V must be at most {max(limits)} in {q.dtype}, got {dims.K} and {dims.V}",
         ),
         (
-            b > (chunk or b),
-            f"chunk_size must be at most {chunk} with {widest} channels in {q.dtype}, got {b}",
+            rule.chunk_size > longest,
+            f"chunk_size must be at most {longest} with {widest} channels in {q.dtype}, got {rule.chunk_size}",
         ),
     )
     return next((reason for refused, reason in reasons if refused), kernel_limits(q, dims))

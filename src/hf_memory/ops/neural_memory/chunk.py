@@ -5,111 +5,140 @@ For tokens with gradients g_j after weights W and momentum S, with L(c)_ti = c_{
     W_t = beta_t W + c_t S - sum_{j <= t} P_tj g_j,   S_n = H S - sum_j m_j g_j
     P = L(a) L(eta) diag(lr),   beta_t = a_1 ... a_t,   c_t = sum_i L(a)_ti eta_1 ... eta_i
 
-These coefficients are computed for all chunks at once. `dual` does the rest for gradients taken at the anchor,
-`exact` for a matrix whose gradients are taken at every token, and `each_token` for all that is not linear in gradients.
-Source: https://arxiv.org/abs/2501.00663, section 3.2.
+These coefficients are computed for all chunks at once. `dual` does the rest for what is linear in gradients, and
+`each_token` for all else. Autograd differentiates both: of groups of chunks only the memory before each is saved, and
+the group is computed again. Source: https://arxiv.org/abs/2501.00663, section 3.2.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_memory.ops.autograd import computed_again
 from hf_memory.ops.layout import repeat_heads
-from hf_memory.ops.neural_memory import dual, each_token, exact
+from hf_memory.ops.neural_memory import dual, each_token
 from hf_memory.ops.neural_memory.layout import Layout, arrange, layout_of, real_places, restore
-from hf_memory.ops.neural_memory.network import Inputs, NeuralMemoryState, Norm, Rule, enter, leave
-from hf_memory.ops.neural_memory.one_chunk import Layers, Memory
+from hf_memory.ops.neural_memory.network import (
+    Inputs,
+    Layers,
+    Memory,
+    NeuralMemoryState,
+    Norm,
+    Rows,
+    Rule,
+    enter,
+    leave,
+)
 from hf_memory.ops.precision import in_float32
-
-
-class Coefficients(NamedTuple):
-    """Coefficients of chunks of C tokens, with leading dimensions [NC, N]; c, m and H are None without momentum."""
-
-    P: Tensor  # [..., C, C]
-    beta: Tensor | None  # [..., C, 1]; None without decay
-    c: Tensor | None  # [..., C, 1]
-    m: Tensor | None  # [..., C, 1]
-    H: Tensor | None  # [..., 1, 1]
-
-
-def is_exact(rule: Rule, weights: Layers, norm: Norm | None) -> bool:
-    """Whether gradients at every token have the closed form of `exact`."""
-    is_linear = rule.chunk_size == 1 and rule.is_linear and rule.max_grad_norm is None
-    return is_linear and len(weights) == 1 and norm is None
 
 
 @in_float32
 def neural_memory(
-    *rows: Any,
+    *given: Any,
     initial_state: NeuralMemoryState,
     weights: Layers,
     rule: Rule,
     norm: Norm | None = None,
     aligned: bool = False,
-    forms=(exact.run, dual.run),
+    loop: Callable | None = None,
 ) -> tuple[Tensor, NeuralMemoryState]:
-    """Same function as the reference.
-
-    `forms` loop over chunks, for gradients at every token and at the anchor; `aligned`: see `layout_of`.
-    """
-    *given, mask = rows
+    """Same function as the reference; `aligned`: see `layout_of`; `loop`: another form of `over_chunks`."""
+    *inputs, mask = given
     B, T, HV = given[2].shape[:3]
     phase = initial_state.phase
-    each_error = is_exact(rule, weights, norm)
-    if each_error:
-        layout = Layout(exact.chunk_size(T), None, None, [], phase)
+    if dual.is_solved(rule, weights, norm):
+        layout = Layout(dual.solved_tokens(T), None, None, [True] * (T + 1), phase)
     else:
         layout = layout_of(phase, mask, T, rule.chunk_size, aligned)
-    arranged: Any = (x if x is None else arrange(repeat_heads(x, HV), layout) for x in given)
-    inputs = Inputs(*arranged)
-    real = real_places(mask, layout, B, T, inputs.q)
+    arranged: Any = (x if x is None else arrange(repeat_heads(x, HV), layout) for x in inputs)
+    real = real_places(mask, layout, B, T, given[3])
+    rows = _rows(Inputs(*arranged), real, rule)
     W, S, A = (tuple(x.flatten(0, 1) for x in layers) for layers in enter(initial_state, weights))
     per_row: Any = None if norm is None else tuple(x.repeat(B, 1)[:, None] for x in norm)
     initial = tuple(W.expand(B, *W.shape).flatten(0, 1) for W in weights)
     closed = [
         x if isinstance(x, bool) else x.repeat_interleave(HV)[:, None, None] for x in layout.closed
     ]
-    memory = Memory(W, S, A, initial, per_row, closed, rule)
-    if rule.is_linear:
-        run = forms[0] if each_error else forms[1]
-        o, state = run(
-            inputs, _coefficients(inputs.lr, inputs.momentum, inputs.decay, real), memory
-        )
-    else:
-        o, state = each_token.run(inputs, *_of_each_token(inputs, real), memory)
-    W, S, A = (tuple(x.unflatten(0, (B, HV)) for x in layers) for layers in state)
+    memory = Memory(W, S, A, initial, per_row, rule)
+    o, memory = (loop or over_chunks)(rows, memory, closed)
+    W, S, A = (tuple(x.unflatten(0, (B, HV)) for x in layers) for layers in memory[:3])
     return restore(o.unflatten(1, (B, HV)), T, mask, layout), leave(W, S, A, layout.phase, weights)
 
 
-def _coefficients(
-    lr: Tensor, momentum: Tensor | None, decay: Tensor | None, real: Tensor | None
-) -> Coefficients:
-    """The coefficients of the module's docstring, from the arguments of the op in chunks [NC, N, C].
+def over_chunks(rows: Rows, memory: Memory, closed: list) -> tuple[Tensor, Memory]:
+    """Read and write chunk by chunk.
+
+    Args:
+        rows: those of all chunks.
+        memory: the memory before the first chunk.
+        closed: for each chunk, and after the last one, whether the anchor becomes the weights: bool, or [N, 1, 1].
+
+    Returns:
+        o [NC, N, C, V], and the memory after the last chunk.
+    """
+    NC = len(rows.q)
+    is_linear = memory.rule.is_linear
+    group = partial(_group, dual.step if is_linear else each_token.step)
+    size = max(1, isqrt(NC)) if is_linear else 1
+    columns = (NC * [None] if x is None else x.unbind() for x in rows)
+    chunks = [Rows(*chunk) for chunk in zip(*columns)]
+    outputs: list[Tensor] = []
+    for n in range(0, NC, size):
+        part = slice(n, n + size)
+        some, W, S, A = computed_again(group, chunks[part], memory, closed[part])
+        memory = memory._replace(W=W, S=S, A=A)
+        outputs += some
+    A = pick(closed[NC], memory.W, memory.A) if memory.A else ()
+    return torch.stack(outputs), memory._replace(A=A)
+
+
+def _group(step: Callable, chunks: list[Rows], memory: Memory, closed: list) -> tuple:
+    """Read and write some chunks, by a step each: outputs, weights, momentum, and the anchor of the last chunk."""
+    W, S, A = memory[:3]
+    outputs = []
+    for chunk, begins in zip(chunks, closed):
+        A = pick(begins, W, A) if A else ()
+        o, W, S = step(chunk, memory._replace(W=W, S=S, A=A or W))
+        outputs.append(o)
+    return outputs, W, S, A
+
+
+def pick(closed: bool | Tensor, W: Layers, A: Layers) -> Layers:
+    """The anchor: the weights if a chunk of the memory begins here, else the previous anchor."""
+    if isinstance(closed, bool):
+        return W if closed else A
+    return tuple(torch.where(closed, w, a) for w, a in zip(W, A))
+
+
+def _rows(inputs: Inputs, real: Tensor | None, rule: Rule) -> Rows:
+    """The rows of chunks, from arguments of the op in chunks [NC, N, C].
 
     `real` is 1 at tokens and 0 at padding, which changes neither weights nor momentum; None if all are tokens.
     """
-    beta = None if decay is None else decay.cumsum(-1).exp()[..., None]
-    ones = lr.new_ones(*lr.shape, lr.shape[-1])
-    forgets = ones.tril() if decay is None else _products(decay)
+    q, k, v, lr, momentum, decay, threshold, muon_lr = inputs
+    # what is not linear multiplies its gradients itself
+    rate = lr if rule.is_linear else torch.ones_like(decay)
+    beta = decay.cumsum(-1).exp()[..., None]
+    P = _products(decay)
+    rows = Rows(q, k, v, lr, threshold, P, beta)
     if momentum is None:
-        return Coefficients(forgets * lr[..., None, :], beta, None, None, None)
+        return rows._replace(P=P * rate[..., None, :])
     if real is not None:
-        real = real.repeat_interleave(lr.shape[1] // real.shape[1], dim=1)
-        forgets = forgets * real[..., None, :]
+        P = P * real.repeat_interleave(lr.shape[1] // real.shape[1], dim=1)[..., None, :]
     slows = _products(momentum)
     H = momentum.cumsum(-1).exp()[..., None]
-    m = slows[..., -1, :, None] * lr[..., None]
-    return Coefficients(forgets @ (slows * lr[..., None, :]), beta, forgets @ H, m, H[..., -1:, :])
-
-
-def _of_each_token(inputs: Inputs, real: Tensor | None) -> tuple[Coefficients, Coefficients | None]:
-    """Coefficients of the weights for rates of one; with Muon, those of the momentum and then those of the weights."""
-    ones = torch.ones_like(inputs.q[..., 0])
-    momentum, decay, _, muon_lr = inputs[4:]
-    if muon_lr is None:
-        return _coefficients(ones, momentum, decay, real), None
-    return _coefficients(ones, None, momentum, real), _coefficients(muon_lr, None, decay, real)
+    if muon_lr is not None:
+        return rows._replace(P=P * muon_lr[..., None, :], H=H, slows=slows)
+    return rows._replace(
+        P=P @ (slows * rate[..., None, :]),
+        c=P @ H,
+        m=slows[..., -1, :, None] * rate[..., None],
+        H=H[..., -1:, :],
+    )
 
 
 def _products(log: Tensor) -> Tensor:

@@ -1,169 +1,124 @@
-"""Gradients at the anchor of a chunk, in the dual form, which needs no tensor of the weights' size for each token.
+"""A chunk of a memory that is linear in its gradients, in the dual form: no tensor of the weights' size for each token.
 
 With the coefficients of `chunk`, rows X_l that enter layer l at the anchor, D_l the gradient of the loss with respect
 to what leaves it, and rows Y_l that enter it when the memory is read:
 
-    Z_l = X_{l-1} A_l,   X_l = s(Z_l),   D_L = E,   D_{l-1} = F_l .* s'(Z_{l-1}),   F_l = D_l A_l^T
+    Z_l = X_{l-1} A_l,   X_l = s(Z_l),   D_L = E,   D_{l-1} = D_l A_l^T .* s'(Z_{l-1})
     U_l = beta .* Y_{l-1} W_l + c .* Y_{l-1} S_l - (P .* Y_{l-1} X_{l-1}^T) D_l,   Y_l = s(U_l)
     W_l <- beta_n W_l + c_n S_l - (P_n .* X_{l-1})^T D_l,   S_l <- H S_l - (m .* X_{l-1})^T D_l
 
-If weights decay to initial weights I, (1 - beta) I is added where beta W occurs. A layer's weights and momentum are
-stacked as M, so that one product reads or writes both. The backward pass is explicit. It saves the state before each
-group of chunks, and recomputes the group from it.
-"""
+If weights decay to others I, (1 - beta) I is added where beta W occurs. For a matrix whose gradients are taken at every
+token, whatever the number of tokens, the errors solve a triangular system, with P', beta', c' shifted one row down:
 
-from math import isqrt
+    (I + P' .* K K^T) D = beta' .* K W + c' .* K S - V
+
+Source of the latter: https://arxiv.org/abs/2412.06464, with momentum added.
+"""
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from hf_memory.ops.autograd import first_derivatives_only
-from hf_memory.ops.neural_memory.network import Inputs, Rule
-from hf_memory.ops.neural_memory.one_chunk import Chunk, Layers, Memory, Rows, Stacks
+from hf_memory.ops.chunks import unit_lower_inverse
+from hf_memory.ops.neural_memory.network import (
+    ACTIVATIONS,
+    Layers,
+    Memory,
+    Norm,
+    Rows,
+    Rule,
+    error,
+    lift,
+    output,
+)
+
+SOLVED = 64  # tokens of a chunk of a matrix whose gradients are taken at every token
 
 
-def run(inputs: Inputs, coefficients, memory: Memory):
-    """Read and write chunk by chunk.
+def is_solved(rule: Rule, weights: Layers, norm: Norm | None) -> bool:
+    """Whether gradients at every token solve a system of linear equations."""
+    is_plain = rule.is_linear and rule.loss == "squared" and rule.max_grad_norm is None
+    return is_plain and rule.chunk_size == 1 and len(weights) == 1 and norm is None
 
-    Args:
-        inputs: [NC, N, C, ...].
-        coefficients: `chunk.Coefficients`.
-        memory: the memory before the first chunk.
 
-    Returns:
-        o [NC, N, C, V], and weights, momentum and anchor after the last chunk.
-    """
-    W, S, A, initial, norm, closed, rule = memory
+def solved_tokens(T: int) -> int:
+    """The tokens of a chunk where gradients solve a system: a power of two where inverses are doubled."""
+    return min(SOLVED, 1 << (T - 1).bit_length() if torch.compiler.is_exporting() else T)
+
+
+def step(rows: Rows, memory: Memory) -> tuple[Tensor, Layers, Layers]:
+    """Outputs [N, C, V], weights and momentum after one chunk."""
+    W, S, A, initial, norm, rule = memory
     L = len(W)
-    none = [None] * L
-    M = [torch.cat(layers, dim=1) for layers in zip(W, S)] if S else W
-    tensors = (
-        *_rows(inputs, coefficients, rule),
-        *(norm or (None, None)),
-        *M,
-        *(A or none),
-        *initial,
-    )
-    o, *layers = _Pass.apply(rule, closed if A else [True, *closed[1:]], L, *tensors)
-    stacks = [m.chunk(2 if S else 1, dim=1) for m in layers[:L]]
-    return o, (
-        *(tuple(x) for x in zip(*stacks)),
-        *(() if S else ((),)),
-        tuple(layers[L:]) if A else (),
-    )
+    targets = {"initial": initial, "anchor": A}.get(rule.forget_to, (None,) * L)
+    slopes = S or (None,) * L
+    if is_solved(rule, W, norm):
+        X, D = _solved(rows, W[0], slopes[0], targets[0], rule)
+    else:
+        X, D = learned(rows.k, rows.v, A, rule, norm, rows.threshold)
+    z = rows.q
+    for layer, (w, slope, target, x, d) in enumerate(zip(W, slopes, targets, X, D)):
+        y = lift(ACTIVATIONS[rule.activation].value(z) if layer else z, rule)
+        past = _past(y, rows.beta, rows.c, w, slope, target)
+        z = past.baddbmm_(rows.P * (y @ x.mT), d, alpha=-1)
+    o = output(z, rows.q, rule, norm)
+    written = [_written(rows, *of_layer) for of_layer in zip(W, slopes, targets, X, D)]
+    W, S = zip(*written)
+    return o, W, S if memory.S else ()
 
 
-def _rows(inputs: Inputs, coefficients, rule: Rule) -> Rows:
-    """The rows of all chunks, with the coefficients of weights and momentum concatenated."""
-    P, beta, c, m, H = coefficients
-    rest = None if beta is None or rule.forget_to == "zero" else 1 - beta
-    if c is None:
-        return Rows(*inputs[:3], P, beta, rest, P[..., -1, :, None], None)
-    enters = torch.cat([torch.ones_like(c) if beta is None else beta, c], dim=-1)
-    return Rows(*inputs[:3], P, enters, rest, torch.cat([P[..., -1, :, None], m], dim=-1), H)
+def _past(x: Tensor, beta: Tensor, c: Tensor | None, w: Tensor, slope, target) -> Tensor:
+    """x times the weights before the chunk, decayed, and times the momentum; a new tensor."""
+    past = beta * (x @ w) if target is None else torch.lerp(x @ target, x @ w, beta)
+    return past if c is None else past.addcmul_(c, x @ slope)
 
 
-class _Pass(torch.autograd.Function):
-    """The loop over chunks, with an explicit backward."""
-
-    @staticmethod
-    def forward(ctx, rule, closed, L, *tensors):
-        rows, norm, (M, A, I) = _group(tensors, L)
-        M = tuple(m.clone() for m in M)
-        has_anchor = len(A) > 0
-        outputs = []
-        states_of_groups: list = []
-        ctx.rule = rule
-        ctx.closed = closed
-        ctx.L = L
-        ctx.size = max(1, isqrt(len(rows.q)))
-        for n in range(len(rows.q)):
-            A = pick(closed[n], _weights(M, I), A)
-            if n % ctx.size == 0:
-                anchor = [None] * L if closed[n] is True else A
-                states_of_groups += [*(m.clone() for m in M), *anchor]
-            chunk = Chunk(rule, rows.of(n), norm, M, A, I)
-            outputs.append(chunk.read())
-            A = () if closed[n + 1] is True else chunk.anchor_after()
-            chunk.write(M)
-        A = pick(closed[-1], _weights(M, I), A)
-        ctx.save_for_backward(*tensors, *states_of_groups)
-        return torch.stack(outputs), *M, *(tuple(x.clone() for x in A) if has_anchor else ())
-
-    @staticmethod
-    @first_derivatives_only
-    def backward(ctx, do, *d_layers):
-        L = ctx.L
-        closed = ctx.closed
-        count = len(Rows._fields) + 2 + 3 * ctx.L
-        saved = ctx.saved_tensors  # read once: with checkpointing they can be unpacked only once
-        tensors = saved[:count]
-        states_of_groups = saved[count:]
-        rows, norm, (*_, I) = _group(tensors, L)
-        dM = [d.clone() for d in d_layers[:L]]
-        dA = list(d_layers[L:]) or [None] * L
-        dI = [None] * L
-        d_norm = [None, None]
-        d_rows = [None if x is None else torch.empty_like(x) for x in rows]
-        dA = _unpick(closed[-1], dM, dA)
-        for start in reversed(range(0, len(rows.q), ctx.size)):
-            first = start // ctx.size * 2 * L
-            M = states_of_groups[first : first + L]
-            A = _some(states_of_groups[first + L : first + 2 * L])
-            chunks = _computed_again(ctx, rows, norm, M, A, I, start)
-            for n in reversed(range(start, start + len(chunks))):
-                d_rows_n, dM, dA = chunks.pop().backward(do[n], dM, dA, dI, d_norm)
-                for whole, part in zip(d_rows, d_rows_n):
-                    if whole is not None:
-                        whole[n] = part
-                dA = _unpick(closed[n], dM, dA)
-        return None, None, None, *d_rows, *d_norm, *dM, *dA, *dI
+def _written(rows: Rows, w: Tensor, slope, target, x: Tensor, d: Tensor):
+    """A layer's weights and momentum after the chunk."""
+    beta = rows.beta[:, -1:]
+    w = beta * w if target is None else torch.lerp(target, w, beta)
+    if rows.c is not None:
+        w.addcmul_(rows.c[:, -1:], slope)
+        slope = (rows.H * slope).baddbmm_((rows.m * x).mT, d, alpha=-1)
+    last = rows.P[:, -1, :, None]
+    return w.baddbmm_((last * x).mT, d, alpha=-1), slope
 
 
-def _computed_again(ctx, rows: Rows, norm, M: Stacks, A: Layers, I: Layers, start: int) -> list:
-    """Compute the chunks of a group again, from the stacks and the anchor before it; no anchor means the weights."""
-    chunks: list[Chunk] = []
-    for n in range(start, min(start + ctx.size, len(rows.q))):
-        if chunks:
-            A = () if ctx.closed[n] is True else chunks[-1].anchor_after()
-            M = tuple(m.clone() for m in M)
-            chunks[-1].write(M)
-            A = pick(ctx.closed[n], _weights(M, I), A)
-        chunks.append(Chunk(ctx.rule, rows.of(n), norm, M, A or _weights(M, I), I))
-        chunks[-1].read()
-    return chunks
+def learned(
+    k: Tensor, v: Tensor, A: Layers, rule: Rule, norm: Norm | None, threshold: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows X that enter each layer at the anchor, and the gradients D of those that leave it."""
+    activation = ACTIVATIONS[rule.activation]
+    X = [lift(k, rule)]
+    Z = [X[0] @ A[0]]
+    for weights in A[1:]:
+        X.append(lift(activation.value(Z[-1]), rule))
+        Z.append(X[-1] @ weights)
+    D = [error(Z[-1], k, v, rule, norm, threshold)]
+    for weights, z in zip(A[:0:-1], Z[-2::-1]):
+        D.insert(0, activation.backward((D[0] @ weights.mT)[..., : z.shape[-1]], z))
+    limit = rule.max_grad_norm
+    if limit is None:
+        return X, D
+    # a token's gradient in a layer is x d^T, of norm |x| |d|
+    size = torch.stack([_squares(x) * _squares(d) for x, d in zip(X, D)]).sum(0)
+    shorter = (limit**2 / size.clamp(min=limit**2)).sqrt()
+    return X, [shorter * d for d in D]
 
 
-def _group(tensors, L: int):
-    """Flat arguments -> rows, norm, and the layers of M, A and I, which are empty if absent."""
-    n = len(Rows._fields)
-    norm = tensors[n : n + 2]
-    layers = tensors[n + 2 :]
-    parts = [_some(layers[i : i + L]) for i in range(0, 3 * L, L)]
-    return Rows(*tensors[:n]), None if norm[0] is None else norm, parts
+def _squares(x: Tensor) -> Tensor:
+    """The squared length of each row."""
+    return x.square().sum(-1, keepdim=True)
 
 
-def _some(layers) -> Layers:
-    return () if layers[0] is None else tuple(layers)
-
-
-def _weights(M: Stacks, I: Layers) -> Layers:
-    """Views of the weights in each stack of weights and momentum."""
-    return tuple(m[:, : initial.shape[1]] for m, initial in zip(M, I))
-
-
-def pick(closed: bool | Tensor, W: Layers, A: Layers) -> Layers:
-    """The anchor: the weights if a chunk of the memory begins here, else the previous anchor."""
-    if isinstance(closed, bool):
-        return W if closed else A
-    return tuple(torch.where(closed, w, a) for w, a in zip(W, A))
-
-
-def _unpick(closed: bool | Tensor, dM: list, dA: list) -> list:
-    """The backward of `pick`: the gradient of the previous anchor, None for zero; that of W is added to dM."""
-    if closed is False:
-        return dA
-    for m, a in zip(dM, dA):
-        if a is not None:
-            m[:, : a.shape[1]] += a if closed is True else torch.where(closed, a, 0.0)
-    return [None if a is None or closed is True else torch.where(closed, 0.0, a) for a in dA]
+def _solved(rows: Rows, w: Tensor, slope, target, rule: Rule) -> tuple[list[Tensor], list[Tensor]]:
+    """The same where gradients are taken at every token."""
+    k = lift(rows.k, rule)
+    beta = F.pad(rows.beta[:, :-1], (0, 0, 1, 0), value=1.0)
+    c = None if rows.c is None else F.pad(rows.c[:, :-1], (0, 0, 1, 0))
+    past = _past(k, beta, c, w, slope, target)
+    errors = past + rows.k - rows.v if rule.residual else past - rows.v
+    system = (F.pad(rows.P[:, :-1], (0, 0, 1, 0)) * (k @ k.mT)).tril(-1)
+    if torch.compiler.is_exporting():  # other runtimes have no substitution
+        return [k], [unit_lower_inverse(system) @ errors]
+    return [k], [torch.linalg.solve_triangular(system, errors, upper=False, unitriangular=True)]

@@ -13,9 +13,8 @@ class Layout(NamedTuple):
     """An arrangement of the tokens of each row in which chunks of all rows begin at multiples of C."""
 
     C: int
-    source: (
-        Tensor | None
-    )  # [B, NC * C]: the token at each place, T if there is none; None: tokens keep their places
+    # [B, NC * C]: the token at each place, T if there is none; None: tokens keep their places
+    source: Tensor | None
     place: Tensor | None  # [B, T]: the inverse
     closed: list  # for NC + 1 chunks: whether a chunk of the memory begins there, a bool or [B]
     phase: Tensor  # [B], the phase after the last token
@@ -44,9 +43,8 @@ def layout_of(phase: Tensor, mask: Tensor | None, T: int, b: int, aligned: bool)
         return Layout(min(b, T), None, None, [True] * -(-T // b) + [bool(T % b == 0)], after % b)
     if aligned and b >= T:
         return Layout(T, None, None, [True, after == b], after % b)
-    many = (
-        T + b - 1 if torch.compiler.is_compiling() else 0
-    )  # a graph cannot depend on the longest row
+    # a graph cannot depend on the longest row
+    many = T + b - 1 if torch.compiler.is_compiling() else 0
     places = 1 if T == 1 else many or int(after.max())
     if places <= b:
         return Layout(T, None, None, [phase == 0, after == b], after % b)

@@ -1,4 +1,4 @@
-"""The network of a memory: activations with their derivatives, norm, error and state.
+"""The network of a memory: activations with derivatives, norm, error and state.
 
 A memory of depth L maps a row x to x_L, plus x itself with `residual`, where x_0 = x, x_l = s(x_{l-1} W_l) and the last
 layer has no s but an optional layer norm. With `bias` every matrix has one more row, for a constant input of 1.
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 NORM_EPS = 1e-6
 STEEPNESS = 10.0  # factor in the tanh that approximates the sign
 Norm = tuple[Tensor, Tensor]  # weight and bias of the layer norm
+Layers = tuple[Tensor, ...]  # a matrix [..., d_in, d_out] for each layer
 
 
 class Inputs(NamedTuple):
@@ -27,17 +28,32 @@ class Inputs(NamedTuple):
     v: Tensor
     lr: Tensor
     momentum: Tensor | None
-    decay: Tensor | None
+    decay: Tensor
     threshold: Tensor | None
     muon_lr: Tensor | None
 
-    @property
-    def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """k, v and lr with a dimension of pairs, the last one of lr and the last but one of k and v."""
-        k, v, lr = self[1:4]
-        if k.ndim > self.q.ndim:
-            return k, v, lr
-        return k.unsqueeze(-2), v.unsqueeze(-2), lr.unsqueeze(-1)
+
+class Rows(NamedTuple):
+    """What a memory reads in chunks [NC, N, C, ...], with the coefficients of `chunk`, or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lr: Tensor
+    threshold: Tensor | None
+    P: Tensor  # [NC, N, C, C]
+    beta: Tensor  # [NC, N, C, 1]
+    c: Any = None  # [NC, N, C, 1]; this and the next two with momentum
+    m: Any = None  # [NC, N, C, 1]
+    H: Any = None  # [NC, N, 1, 1], or with Muon for each token
+    slows: Any = None  # [NC, N, C, C], L(eta), only with Muon
+
+
+def pairs_of(given: Inputs | Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v and lr with a dimension of pairs, the last one of lr and the last but one of k and v."""
+    if given.k.ndim > given.q.ndim:
+        return given.k, given.v, given.lr
+    return given.k.unsqueeze(-2), given.v.unsqueeze(-2), given.lr.unsqueeze(-1)
 
 
 class Rule(NamedTuple):
@@ -57,8 +73,19 @@ class Rule(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
-        """Whether weights are linear in the gradients of the squared error, with one pair for each token."""
-        return self[-4:] == ("squared", "all", False, 1)
+        """Whether weights are linear in the gradients, with one pair for each token."""
+        return (self.retention, self.muon, self.window) == ("all", False, 1)
+
+
+class Memory(NamedTuple):
+    """A memory before some of the tokens of a call, for N sequences and heads; layers are [N, d_in, d_out]."""
+
+    W: Layers
+    S: Layers  # momentum; empty without
+    A: Layers  # anchor; empty if it is always the weights
+    initial: Layers
+    norm: Norm | None  # [N, 1, V] each
+    rule: Rule
 
 
 class NeuralMemoryState(NamedTuple):
@@ -70,9 +97,9 @@ class NeuralMemoryState(NamedTuple):
     phase: Tensor  # [N] int64: number of tokens read of the incomplete chunk
 
 
-def lift(x: Tensor, rule: Rule, value: float = 1.0) -> Tensor:
+def lift(x: Tensor, rule: Rule) -> Tensor:
     """Rows x [..., d] with a further channel for biases, if the memory has any: the constant that they multiply."""
-    return F.pad(x, (0, 1), value=value) if rule.bias else x
+    return F.pad(x, (0, 1), value=1.0) if rule.bias else x
 
 
 def standardized(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,9 +139,8 @@ def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | Non
     return output(z, x, rule, norm)
 
 
-RETENTIONS: dict[
-    str, Callable[[Tensor], Tensor]
-] = {  # the weights R(W) [..., d_in, d_out] of a layer for the stored W
+# the weights R(W) [..., d_in, d_out] of a layer for the stored W
+RETENTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda stored: stored,
     "norm": lambda stored: stored / ((stored**4).sum((-2, -1), keepdim=True) + NORM_EPS**2).sqrt(),
     "softmax": lambda stored: stored.softmax(-2),
@@ -127,9 +153,8 @@ def _huber(e: Tensor, threshold: Tensor) -> Tensor:
     return torch.where(size <= threshold, e, threshold * torch.tanh(STEEPNESS * e))
 
 
-LOSSES: dict[
-    str, Callable[[Tensor, Any], Tensor]
-] = {  # gradients for errors e [..., V] and thresholds [...]
+# gradients for errors e [..., V] and thresholds [...]
+LOSSES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "squared": lambda e, threshold: e,
     "cubed": lambda e, threshold: 3 * torch.tanh(STEEPNESS * e) * (e.square() + NORM_EPS),
     "huber": _huber,
@@ -148,11 +173,10 @@ def error(
 
 
 class Activation(NamedTuple):
-    """An activation s with its derivatives."""
+    """An activation s and its derivative."""
 
     value: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]  # g, x -> g s'(x)
-    second: Callable[[Tensor], Tensor]  # s''(x)
 
 
 def _silu_slope(x: Tensor) -> Tensor:
@@ -161,40 +185,17 @@ def _silu_slope(x: Tensor) -> Tensor:
     return s * (1 + x * (1 - s))
 
 
-def _silu_second(x: Tensor) -> Tensor:
-    """Second derivative of x sigmoid(x)."""
-    s = x.sigmoid()
-    return s * (1 - s) * (2 + x * (1 - 2 * s))
-
-
 def _gelu_slope(x: Tensor) -> Tensor:
     """Derivative of gelu."""
     return 0.5 * (1 + torch.erf(x / sqrt(2))) + x * (-0.5 * x.square()).exp() / sqrt(2 * pi)
 
 
-def _gelu_second(x: Tensor) -> Tensor:
-    """Second derivative of gelu."""
-    return (-0.5 * x.square()).exp() / sqrt(2 * pi) * (2 - x.square())
-
-
-def _gelu_tanh_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tanh of gelu's approximation, and the first two derivatives of the argument of tanh."""
-    c = sqrt(2 / pi)
-    a = 0.044715
-    return torch.tanh(c * (x + a * x**3)), c * (1 + 3 * a * x.square()), c * 6 * a * x
-
-
 def _gelu_tanh_slope(x: Tensor) -> Tensor:
     """Derivative of the tanh approximation of gelu."""
-    t, du, _ = _gelu_tanh_parts(x)
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t.square()) * du
-
-
-def _gelu_tanh_second(x: Tensor) -> Tensor:
-    """Second derivative of the tanh approximation of gelu."""
-    t, du, ddu = _gelu_tanh_parts(x)
-    dt = (1 - t.square()) * du
-    return dt + 0.5 * x * ((1 - t.square()) * ddu - 2 * t * dt * du)
+    c = sqrt(2 / pi)
+    t = torch.tanh(c * (x + 0.044715 * x**3))
+    slope = c * (1 + 3 * 0.044715 * x.square())
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t.square()) * slope
 
 
 aten = torch.ops.aten
@@ -215,12 +216,11 @@ def _backward(fused: Callable, slope: Callable) -> Callable:
 
 
 ACTIVATIONS = {
-    "silu": Activation(F.silu, _backward(_silu_backward, _silu_slope), _silu_second),
-    "gelu": Activation(F.gelu, _backward(aten.gelu_backward, _gelu_slope), _gelu_second),
+    "silu": Activation(F.silu, _backward(_silu_backward, _silu_slope)),
+    "gelu": Activation(F.gelu, _backward(aten.gelu_backward, _gelu_slope)),
     "gelu_tanh": Activation(
         partial(F.gelu, approximate="tanh"),
         _backward(partial(aten.gelu_backward, approximate="tanh"), _gelu_tanh_slope),
-        _gelu_tanh_second,
     ),
 }
 

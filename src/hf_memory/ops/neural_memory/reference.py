@@ -15,6 +15,7 @@ from hf_memory.ops.neural_memory.network import (
     LOSSES,
     RETENTIONS,
     Inputs,
+    Layers,
     NeuralMemoryState,
     Norm,
     Rule,
@@ -23,11 +24,10 @@ from hf_memory.ops.neural_memory.network import (
     leave,
     network,
     orthogonal,
+    pairs_of,
 )
 from hf_memory.ops.precision import in_float32
 from hf_memory.ops.sample import Sample
-
-Layers = tuple[Tensor, ...]  # one tensor [B, H, d_in, d_out] for each layer
 
 
 @in_float32
@@ -43,22 +43,22 @@ def neural_memory(
     inputs = Inputs(*given)
     HV = given[2].shape[2]
     momentum, decay, threshold, muon_lr = inputs[4:]
-    q, k, v, lr = (
-        repeat_heads(x, HV) for x in (inputs.q[:, :, :, None], *inputs.pairs)
-    )  # [B, T, H, n, D]
+    # [B, T, H, n, D]
+    q, k, v, lr = (repeat_heads(x, HV) for x in (inputs.q[:, :, :, None], *pairs_of(inputs)))
     norm = None if norm is None else (norm[0][:, None], norm[1][:, None])
     W, S, A = enter(initial_state, weights)
     phase = initial_state.phase
     outputs = []
     for t in range(q.shape[1]):
-        a, eta = (None if x is None else x[:, t, :, None, None].exp() for x in (decay, momentum))
+        a = decay[:, t, :, None, None].exp()
         real = None if mask is None else mask[:, t, None, None, None]
         A = keep(phase.bool(), A, W) if A else W
         limit = None if threshold is None else threshold[:, t, :, None]
         step = tuple(
             -g for g in _gradient(_retained(A, rule), k[:, t], v[:, t], lr[:, t], limit, rule, norm)
         )
-        if eta is not None:
+        if momentum is not None:
+            eta = momentum[:, t, :, None, None].exp()
             step = tuple(eta * s + g for s, g in zip(S, step))
             S = _where(real, step, S)
         if muon_lr is not None:
@@ -95,11 +95,7 @@ def _retained(layers: Layers, rule: Rule) -> Layers:
     return tuple(RETENTIONS[rule.retention](x) for x in layers)
 
 
-def _forget(
-    weights: Layers, initial: Layers, anchor: Layers, a: Tensor | None, rule: Rule
-) -> Layers:
-    if a is None:
-        return weights
+def _forget(weights: Layers, initial: Layers, anchor: Layers, a: Tensor, rule: Rule) -> Layers:
     targets = {"initial": initial, "anchor": anchor, "zero": tuple(map(torch.zeros_like, weights))}[
         rule.forget_to
     ]
@@ -131,9 +127,8 @@ def example(
     shapes = [(d_in + bias, d_out) for d_in, d_out in zip(widths, widths[1:])]
     P = sum(d_in * d_out for d_in, d_out in shapes)
     phase = torch.arange(1, s.B + 1) % chunk_size
-    rate = (
-        (0.1 if depth > 1 else 0.5) / (10 if loss == "cubed" else 1) / chunk_size
-    )  # its gradients are larger
+    # its gradients are larger
+    rate = (0.1 if depth > 1 else 0.5) / (10 if loss == "cubed" else 1) / chunk_size
     rows = {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
     given: dict[str, Any] = {
         "lr": rate * s(s.HV).sigmoid(),

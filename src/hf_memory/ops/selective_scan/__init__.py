@@ -48,9 +48,8 @@ def selective_scan(
     check_tensor("rate", rate, (dims.HV, dims.K, dims.V), like=q)
     state = matrix_state("initial_state", initial_state, dims, like=q)
     q, k, v, g = without_padding(mask, q, k, v, g)
-    g = g.clamp(
-        min=torch.finfo(g.dtype).min
-    )  # -inf times a decay of zero would give a gradient of NaN
+    # -inf times a decay of zero would give a gradient of NaN
+    g = g.clamp(min=torch.finfo(g.dtype).min)
     name = choose_backend(backend, q, "the selective scan runs in PyTorch alone")
     form = reference.selective_scan if name == "reference" else chunk.selective_scan
     o, state = per_sequence(

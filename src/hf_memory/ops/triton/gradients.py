@@ -58,9 +58,8 @@ class Reads(NamedTuple):
     dq: Any = None  # [B, T, HV, K], float32 with a decay for each channel; else only the first loop has it
     dk: Any = None  # [B, T, HV, K] float32, of reads by k, or None
     db: Any = None  # [tiles of K, B, T, HV] float32, sums of q dq + k dk, for a decay for each head, or None
-    S: Any = (
-        None  # [slots, HV, V, K]: the state after each block of CHUNK tokens; None without decay
-    )
+    # [slots, HV, V, K]: the state after each block of CHUNK tokens; None without decay
+    S: Any = None
     z: Any = None  # [slots, HV, K] float32, the same of the normaliser, or None
 
 

@@ -21,12 +21,6 @@ VECTOR = 2
 REGISTERS: dict[str, int] = {} if torch.version.hip else {"maxnreg": 255}
 
 
-def architecture(device: torch.device) -> int:
-    """The kind of a GPU, as 90 for sm_90; 0 for other devices."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return 10 * major + minor
-
-
 def decay_kind(g: Tensor | None) -> int:
     """The kind of decay: NONE, SCALAR or VECTOR."""
     if g is None:
@@ -78,9 +72,8 @@ def additive_constants(
     tile_k = min(width_k, max(16, tile // width_v))
     tile_v = min(width_v, max(16, tile // width_k))
     warps_by_key = warps
-    if (
-        decay == VECTOR and narrow and not wide
-    ):  # decays by pairs of tokens cost most: compute them once a chunk
+    # decays by pairs of tokens cost most: compute them once a chunk
+    if decay == VECTOR and narrow and not wide:
         tile_v = width_v
         warps_by_key = 4
     by_value = common._replace(BK=width_k, BV=tile_v, PARTS=parts_k)

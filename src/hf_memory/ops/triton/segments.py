@@ -123,9 +123,8 @@ def sum_kernel(
     start, end = sequence_bounds(call, m)
     S = tl.zeros([meta.BK, meta.BV], tl.float32)
     z = tl.zeros([meta.BK], tl.float32)
-    past = tl.full(
-        [1, meta.BK if meta.DECAY == 2 else 1], 1.0, tl.float32
-    )  # the decay of chunks that were read
+    # the decay of chunks that were read
+    past = tl.full([1, meta.BK if meta.DECAY == 2 else 1], 1.0, tl.float32)
     last = start + (end - start - 1) // meta.C * meta.C
     for i in range(start, end, meta.C):
         begin = i if meta.BACKWARDS else start + last - i  # the chunk nearest to the state first
@@ -230,9 +229,8 @@ def matrix_scan_kernel(
 def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> Constants:
     """How `sum_kernel` is compiled and launched."""
     width_k = width(K)
-    is_large = (
-        decay == VECTOR and dtype == torch.float32 and width_k > 128
-    )  # for 99 KB of shared memory
+    # for 99 KB of shared memory
+    is_large = decay == VECTOR and dtype == torch.float32 and width_k > 128
     is_small = decay != VECTOR and dtype != torch.float32 and width_k <= 128
     tile = min(width(V), max(16, (TILE if dtype == torch.float32 else 2 * TILE) // width_k))
     C = 32

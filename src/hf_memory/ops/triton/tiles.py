@@ -350,9 +350,8 @@ def unit_lower_inverse(A, C: tl.constexpr):
     BLOCKS: tl.constexpr = C // 16
     rows = tl.arange(0, 16)
     blocks = tl.arange(0, BLOCKS)
-    on_diagonal = (
-        blocks[:, None, None, None] == blocks[None, None, :, None]
-    )  # [BLOCKS, 1, BLOCKS, 1]
+    # [BLOCKS, 1, BLOCKS, 1]
+    on_diagonal = blocks[:, None, None, None] == blocks[None, None, :, None]
     A = tl.reshape(A, [BLOCKS, 16, BLOCKS, 16])
     D = tl.sum(tl.where(on_diagonal, A, 0.0), axis=2)
     inverse = (

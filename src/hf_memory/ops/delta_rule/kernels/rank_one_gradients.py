@@ -166,9 +166,8 @@ def rank_one_writes_kernel(
         writes = load_pairs(pairs.k, pairs.b, both, head, keys)
         db_c = load_rows(reads.db, tokens, head, keys) - of_tokens(writes * dx, meta.C)
         total = tl.sum(db_c, axis=0)[None, :]
-        a_c = tl.cast(
-            load_rows(pairs.a, tokens, head, keys), tl.float32
-        )  # is read before its token decays
+        # is read before its token decays
+        a_c = tl.cast(load_rows(pairs.a, tokens, head, keys), tl.float32)
         own = a_c * tl.cast(load_rows(d_rows.a, tokens, head, keys), tl.float32)
         dg_c = total - tl.cumsum(db_c, axis=0) + db_c + tail - own
         store_rows(d_rows.g, tl.where(gates < SHUT, 0.0, dg_c), tokens, head, keys)

@@ -24,17 +24,13 @@ from hf_memory.ops.neural_memory.kernels.parts import (
 def _back_through(x, g, state, initial, tile, coefficients, meta: tl.constexpr):
     """Gradients of x, beta and c from g, the gradient of one tile of `read(x)`."""
     beta, c = coefficients
-    back = dot(g, tl.trans(decaying(state, initial, tile, meta)), meta.DTYPE)
+    back = dot(g, tl.trans(decaying(state, initial, tile)), meta.DTYPE)
     dx = beta * back
     dbeta = tl.sum(x * back, axis=1)
-    dc = tl.zeros_like(dbeta)
-    if meta.RETURNS:
-        dx += dot(g, tl.trans(load_layer(initial, tile)), meta.DTYPE)
-    if meta.MOMENTUM:
-        back = dot(g, tl.trans(load_layer(state + meta.SIZE, tile)), meta.DTYPE)
-        dx += c * back
-        dc += tl.sum(x * back, axis=1)
-    return dx, dbeta, dc
+    dx += dot(g, tl.trans(load_layer(initial, tile)), meta.DTYPE)
+    back = dot(g, tl.trans(load_layer(state + meta.SIZE, tile)), meta.DTYPE)
+    dx += c * back
+    return dx, dbeta, tl.sum(x * back, axis=1)
 
 
 @triton.jit
@@ -52,18 +48,16 @@ def read_backward_kernel(
     HIDDEN: tl.constexpr = meta.HIDDEN
     given = chunks.rows
     learned = chunks.learned
-    initial = chunks.initial
     N = sizes.N
     C = sizes.C
     n = tl.cast(tl.program_id(0), tl.int64)
+    initial = chunks.initial + n * meta.SIZE
     at = tl.cast(tl.program_id(1), tl.int64) * N + n
     i_k = tl.arange(0, meta.BK)
     i_v = tl.arange(0, meta.BV)
     cols = tl.arange(0, meta.BC)
     rows = tl.program_id(2) * meta.BR + tl.arange(0, meta.BR)
     state = chunks.states + at * meta.PARTS * meta.SIZE
-    if meta.RETURNS:
-        initial += n * meta.SIZE
     q_c = given.q + at * C * K
     k_c = given.k + at * C * K
     do_c = do + at * C * V
@@ -116,17 +110,14 @@ def read_backward_kernel(
         dc_c = dc_c + dc_t
     store_tile(scores + SECOND, scores_2, rows, C, cols, C)
     store_tile(G, G_1, rows, C, cols, C)
-    P_c = load_tile(
-        given.P + at * C * C, rows, C, cols, C
-    )  # loaded a second time, to save registers
+    # loaded a second time, to save registers
+    P_c = load_tile(given.P + at * C * C, rows, C, cols, C)
     dq_c -= dot(P_c * G_1, load_tile(k_c, cols, C, i_k, K), meta.DTYPE)
     if meta.RESIDUAL:
         dq_c += load_tile(do_c, rows, C, i_v, V)
     store_tile(grads.q + at * C * K, dq_c, rows, C, i_k, K)
-    if meta.DECAY:
-        tl.store(grads.beta + at * C + rows, dbeta_c, mask=rows < C)
-    if meta.MOMENTUM:
-        tl.store(grads.c + at * C + rows, dc_c, mask=rows < C)
+    tl.store(grads.beta + at * C + rows, dbeta_c, mask=rows < C)
+    tl.store(grads.c + at * C + rows, dc_c, mask=rows < C)
 
 
 @triton.jit
@@ -135,11 +126,9 @@ def _put_back(x, g, before, after, tile, coefficients, meta: tl.constexpr):
     beta, c, beta_n, c_n, H = coefficients
     dW = load_layer(after, tile)
     store_layer(before, beta_n * dW + dot(tl.trans(x), beta * g, meta.DTYPE), tile)
-    if meta.MOMENTUM:
-        dS = (
-            c_n * dW + H * load_layer(after + meta.SIZE, tile) + dot(tl.trans(x), c * g, meta.DTYPE)
-        )
-        store_layer(before + meta.SIZE, dS, tile)
+    dS = c_n * dW + H * load_layer(after + meta.SIZE, tile)
+    dS += dot(tl.trans(x), c * g, meta.DTYPE)
+    store_layer(before + meta.SIZE, dS, tile)
 
 
 @triton.jit
@@ -176,7 +165,7 @@ class Inner(NamedTuple):
     e: Any  # [NC, N, C, V]
     z: Any  # [NC, N, C, HIDDEN]
     w: Any  # [NC, N, C]
-    m: Any  # [NC, N, C, 1] or None
+    m: Any  # [NC, N, C, 1]
 
 
 @triton.jit
@@ -219,7 +208,7 @@ def write_backward_kernel(
         dd_c = grads.d + at * C * HIDDEN
         dx_c = grads.x + at * C * HIDDEN
         de_c = grads.e + at * C * V
-        w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
+        w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C)
         beta_c, c_c = of_read(given, at, rows, C)
         coefficients = (beta_c, c_c, beta_n, c_n, H_n)
         de_s = load_tile(de_c, rows, C, i_v, V)
@@ -247,26 +236,24 @@ def write_backward_kernel(
                 (k_t, d, x, e_t), (dd_t, dx_t, de_s), after, (first, second), w_c, DTYPE
             )
             dw_s += dw_t
-            if meta.MOMENTUM:
-                tl.debug_barrier()  # frees the registers of earlier loads
-                k_t = load_tile(k_c, rows, C, i_k, K)
-                e_t = load_tile(e_c, rows, C, i_v, V)
-                dd_t, dx_t, de_s, dm_t = _back_through_write(
-                    (k_t, d, x, e_t),
-                    (dd_t, dx_t, de_s),
-                    after + meta.SIZE,
-                    (first, second),
-                    m_c,
-                    DTYPE,
-                )
-                dm_s += dm_t
+            tl.debug_barrier()  # frees the registers of earlier loads
+            k_t = load_tile(k_c, rows, C, i_k, K)
+            e_t = load_tile(e_c, rows, C, i_v, V)
+            dd_t, dx_t, de_s, dm_t = _back_through_write(
+                (k_t, d, x, e_t),
+                (dd_t, dx_t, de_s),
+                after + meta.SIZE,
+                (first, second),
+                m_c,
+                DTYPE,
+            )
+            dm_s += dm_t
             de_s += dot(slope * dd_t, load_layer(anchor, second), DTYPE)
             tl.debug_barrier()  # all threads have read before one writes
             store_tile(dd_c, dd_t, rows, C, j, HIDDEN)
             store_tile(dx_c, dx_t, rows, C, j, HIDDEN)
         tl.store(grads.w + at * C + rows, dw_s, mask=rows < C)
-        if meta.MOMENTUM:
-            tl.store(grads.m + at * C + rows, dm_s, mask=rows < C)
+        tl.store(grads.m + at * C + rows, dm_s, mask=rows < C)
         tl.debug_barrier()
         store_tile(de_c, de_s, rows, C, i_v, V)
         tl.debug_barrier()

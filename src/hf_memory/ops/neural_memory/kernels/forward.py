@@ -18,23 +18,18 @@ from hf_memory.ops.neural_memory.kernels.parts import (
 
 
 @triton.jit
-def decaying(state, initial, tile, meta: tl.constexpr):
-    """What decays of the weights before the chunk; states that a program has held leave out initial weights."""
-    W = load_layer(state, tile)
-    if meta.RETURNS and not meta.HELD:
-        W -= load_layer(initial, tile)
-    return W
+def decaying(state, initial, tile):
+    """What decays of the weights before the chunk."""
+    return load_layer(state, tile) - load_layer(initial, tile)
 
 
 @triton.jit
 def read(x, state, initial, tile, coefficients, meta: tl.constexpr):
     """x times the weights before the chunk, decayed, and times the momentum."""
     beta, c = coefficients
-    y = beta * dot(x, decaying(state, initial, tile, meta), meta.DTYPE)
-    if meta.RETURNS:
-        y += dot(x, load_layer(initial, tile), meta.DTYPE)
-    if meta.MOMENTUM:
-        y += c * dot(x, load_layer(state + meta.SIZE, tile), meta.DTYPE)
+    y = beta * dot(x, decaying(state, initial, tile), meta.DTYPE)
+    y += dot(x, load_layer(initial, tile), meta.DTYPE)
+    y += c * dot(x, load_layer(state + meta.SIZE, tile), meta.DTYPE)
     return y
 
 
@@ -43,12 +38,10 @@ def write(X, D, state, after, initial, tile, coefficients, meta: tl.constexpr):
     """Weights and momentum after the chunk, from the state before it and initial weights."""
     w, m, beta, c, H = coefficients
     W = beta * load_layer(state, tile) - dot(tl.trans(X), w * D, meta.DTYPE)
-    if meta.RETURNS:
-        W += (1 - beta) * load_layer(initial, tile)
-    if meta.MOMENTUM:
-        S = load_layer(state + meta.SIZE, tile)
-        W += c * S
-        store_layer(after + meta.SIZE, H * S - dot(tl.trans(X), m * D, meta.DTYPE), tile)
+    W += (1 - beta) * load_layer(initial, tile)
+    S = load_layer(state + meta.SIZE, tile)
+    W += c * S
+    store_layer(after + meta.SIZE, H * S - dot(tl.trans(X), m * D, meta.DTYPE), tile)
     store_layer(after, W, tile)
 
 
@@ -64,17 +57,15 @@ def write_kernel(
     HIDDEN: tl.constexpr = meta.HIDDEN
     given = chunks.rows
     learned = chunks.learned
-    initial = chunks.initial
     N = sizes.N
     C = sizes.C
     n = tl.cast(tl.program_id(0), tl.int64)
+    initial = chunks.initial + n * meta.SIZE
     STATE = meta.PARTS * meta.SIZE
     OFFSET = (meta.PARTS - 1) * meta.SIZE
     i_k = tl.arange(0, meta.BK)
     i_v = tl.arange(0, meta.BV)
     rows = tl.arange(0, meta.BC)
-    if meta.RETURNS:
-        initial += n * meta.SIZE
     for i in tl.range(sizes.NC, disable_licm=True):
         at = tl.cast(i, tl.int64) * N + n
         state = chunks.states + at * STATE
@@ -101,7 +92,7 @@ def write_kernel(
                 store_layer(after + OFFSET, A_2, second)
         store_tile(e_c, error, rows, C, i_v, V)
         tl.debug_barrier()  # threads read what others have written
-        coefficients = of_write(given, at, rows, C, meta)
+        coefficients = of_write(given, at, rows, C)
         for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
             j = tile + tl.arange(0, meta.BH)
             first, second = places(i_k, j, i_v, meta)
@@ -128,18 +119,16 @@ def read_kernel(
     HIDDEN: tl.constexpr = meta.HIDDEN
     given = chunks.rows
     learned = chunks.learned
-    initial = chunks.initial
     N = sizes.N
     C = sizes.C
     n = tl.cast(tl.program_id(0), tl.int64)
+    initial = chunks.initial + n * meta.SIZE
     at = tl.cast(tl.program_id(1), tl.int64) * N + n
     i_k = tl.arange(0, meta.BK)
     i_v = tl.arange(0, meta.BV)
     cols = tl.arange(0, meta.BC)
     rows = tl.program_id(2) * meta.BR + tl.arange(0, meta.BR)
     state = chunks.states + at * meta.PARTS * meta.SIZE
-    if meta.RETURNS:
-        initial += n * meta.SIZE
     q_c = given.q + at * C * K
     z_c = learned.z + at * C * HIDDEN
     f_c = learned.f + at * C * HIDDEN

@@ -9,16 +9,16 @@ from hf_memory.ops.triton.tiles import split_dot
 
 
 class Rows(NamedTuple):
-    """What the memory reads and the coefficients of chunks (`chunk.Coefficients`), or the gradients of both."""
+    """What the memory reads and the coefficients of chunks, or the gradients of both."""
 
     q: Any  # [NC, N, C, K]
     k: Any  # [NC, N, C, K]
     v: Any  # [NC, N, C, V]
     P: Any  # [NC, N, C, C]
-    beta: Any  # [NC, N, C, 1] or None
-    c: Any  # [NC, N, C, 1] or None
-    m: Any  # [NC, N, C, 1] or None
-    H: Any  # [NC, N, 1, 1] or None
+    beta: Any  # [NC, N, C, 1]
+    c: Any  # [NC, N, C, 1]
+    m: Any  # [NC, N, C, 1]
+    H: Any  # [NC, N, 1, 1]
 
 
 class Learned(NamedTuple):
@@ -30,12 +30,12 @@ class Learned(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Chunks with the states before them; tiled ones have the state after the last, too."""
+    """Chunks with the states before them and after the last."""
 
     rows: Any  # Rows
-    initial: Any  # [N, SIZE] or None
-    states: Any  # [NC or NC + 1, N, PARTS, SIZE]; held ones without initial weights, as products round them; or None
-    learned: Any  # Learned, or None
+    initial: Any  # [N, SIZE]
+    states: Any  # [NC + 1, N, PARTS, SIZE]; None until there are any, like what follows
+    learned: Any  # Learned
     closed: Any = None  # [NC, N] int32, whether the anchor becomes the weights before the chunk; or None for always
 
 
@@ -71,11 +71,7 @@ class Meta(NamedTuple):
     BR: int  # rows that a program reads
     ACTIVATION: str
     RESIDUAL: bool
-    DECAY: bool
-    MOMENTUM: bool
-    RETURNS: bool  # whether weights decay to initial weights
     ANCHOR: bool  # whether the anchor is not always the weights
-    HELD: bool  # whether a program holds the state of a head; then BH is the width of HIDDEN
     DTYPE: Any  # of operands of products
 
 
@@ -98,23 +94,10 @@ def store_tile(x, value, i, R, j, D):
 
 
 @triton.jit
-def load_part(x, i, R, j, D, WIDTH):
-    """x[i, j] of a matrix with D of WIDTH columns."""
-    return load(x + i[:, None] * WIDTH + j[None, :], (i[:, None] < R) & (j[None, :] < D))
-
-
-@triton.jit
 def dot(x, y, DTYPE: tl.constexpr, PARTS: tl.constexpr = 1):
     """x y, of operands rounded to DTYPE."""
     PRECISION: tl.constexpr = "tf32x3" if tl.float32 == DTYPE else "tf32"
     return split_dot(tl.cast(x, DTYPE), tl.cast(y, DTYPE), PARTS, PRECISION)
-
-
-@triton.jit
-def add_dot(total, x, y, DTYPE: tl.constexpr):
-    """total + x y, in the registers, or the tensor memory, of one product."""
-    PRECISION: tl.constexpr = "tf32x3" if tl.float32 == DTYPE else "tf32"
-    return tl.dot(tl.cast(x, DTYPE), tl.cast(y, DTYPE), acc=total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -182,32 +165,21 @@ def anchor_of(state, closed, at, meta: tl.constexpr):
 
 
 @triton.jit
-def column(x, at, rows, C, DEFAULT: tl.constexpr):
-    """x [C] as a column [C, 1], or the default if there is no x."""
-    column = tl.full([rows.shape[0], 1], DEFAULT, tl.float32)
-    if x is not None:
-        column = tl.load(x + at + rows, mask=rows < C, other=0.0)[:, None]
-    return column
+def column(x, at, rows, C):
+    """x [C] as a column [C, 1]."""
+    return tl.load(x + at + rows, mask=rows < C, other=0.0)[:, None]
 
 
 @triton.jit
-def of_write(given, at, rows, C, meta: tl.constexpr):
+def of_write(given, at, rows, C):
     """The coefficients of a write: columns w and m, and the scalars beta_n, c_n and H."""
-    w_c = column(given.P, at * C * C + (C - 1) * C, rows, C, 0.0)
-    m_c = 0.0
-    beta_n = 1.0
-    c_n = 0.0
-    H_n = 0.0
-    if meta.DECAY:
-        beta_n = tl.load(given.beta + at * C + C - 1)
-    if meta.MOMENTUM:
-        c_n = tl.load(given.c + at * C + C - 1)
-        H_n = tl.load(given.H + at)
-        m_c = column(given.m, at * C, rows, C, 0.0)
-    return w_c, m_c, beta_n, c_n, H_n
+    w_c = column(given.P, at * C * C + (C - 1) * C, rows, C)
+    m_c = column(given.m, at * C, rows, C)
+    last = at * C + C - 1
+    return w_c, m_c, tl.load(given.beta + last), tl.load(given.c + last), tl.load(given.H + at)
 
 
 @triton.jit
 def of_read(given, at, rows, C):
     """The coefficients of reads: columns beta and c."""
-    return column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
+    return column(given.beta, at * C, rows, C), column(given.c, at * C, rows, C)
