@@ -30,7 +30,8 @@ from descriptors import end_of_narrow_products
 from hf_memory.ops import OPS, Op
 from hf_memory.ops.attention_in_bits import attention_in_bits
 from hf_memory.ops.bits import BITS, packed_bytes
-from hf_memory.ops.kv_eviction import retained_attention
+from hf_memory.ops.kv_eviction import Rule, received_attention, retained_attention
+from hf_memory.ops.rows import Rows
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.short_convolution import convolution_step
 
@@ -205,12 +206,11 @@ def _call_kv_eviction(D: int, stay: int, dtype: torch.dtype) -> None:
     q = torch.zeros(1, 64, 16, D, dtype=dtype)
     k = torch.zeros(1, 4, stay + 64, D, dtype=dtype)
     number = torch.zeros(1, 4, stay + 64, dtype=torch.int32)
-    asks = torch.ones(1, 64)
-    how = {"block": 16, "first": 4, "window": 32, "decay": 0.8, "scale": 0.1, "backend": "triton"}
+    score = torch.zeros(1, 4, stay)
+    rule = Rule(16, 4, 32, received_attention, 0.1, 0.0, None, True)
     with torch.enable_grad():
-        retained_attention(q.requires_grad_(), k, k, number, number.float(), asks, **how)[
-            0
-        ].sum().backward()
+        o, *_ = retained_attention(q.requires_grad_(), k, k, number, score, rule, backend="triton")
+        o.sum().backward()
 
 
 def _call_in_bits(bits: int, D: int, dtype: torch.dtype, S: int) -> None:
@@ -219,8 +219,7 @@ def _call_in_bits(bits: int, D: int, dtype: torch.dtype, S: int) -> None:
     k = torch.zeros(1, S, 3, packed_bytes(D, bits), dtype=torch.uint8).transpose(1, 2)
     are_kept = S < 1024
     visible = torch.ones(1, 3, S, dtype=torch.bool) if are_kept else None
-    how = {"bits": bits, "scale": 0.1, "needs_weights": are_kept, "backend": "triton"}
-    attention_in_bits(q, k, k, visible, **how)
+    attention_in_bits(q, k, k, visible, rows=Rows(bits, bits), scale=0.1, backend="triton")
 
 
 def recorded(call: Callable) -> list[Launch]:

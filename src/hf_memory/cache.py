@@ -752,6 +752,11 @@ def set_bits(cache: Cache, bits: CacheBits) -> None:
                 _refuse_bits(i, getattr(layer, "rows", PLAIN), wanted)
 
 
+def keep_all(cache: Cache) -> None:
+    """Let an empty cache store all bits of its states, through which gradients flow."""
+    set_bits(cache, ALL_BITS)
+
+
 def held_bits(cache: Cache) -> CacheBits:
     """The bits by kind of the states of a cache that are stored in few."""
     found: dict[Any, int] = {}

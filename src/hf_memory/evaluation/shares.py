@@ -18,7 +18,7 @@ def mixers_with_memory(model: PreTrainedModel) -> list[WindowedMixer]:
     return [
         x
         for x in model.modules()
-        if isinstance(x, WindowedMixer) and (x.far is not None or x.kv_eviction)
+        if isinstance(x, WindowedMixer) and (x.far is not None or x.keeps_tokens)
     ]
 
 

@@ -190,7 +190,7 @@ class Projections(nn.Module, ABC):
         self.rotates = config.rotating_channels(layer_idx) > 0
         query_heads, key_heads, value_heads, self.head_dim, self.value_dim = self.heads
         self._specs: dict[CacheBits, Spec] = {}
-        self.has_parts = any("." in name for name in self.spec_in(ALL_BITS))
+        self.has_parts = any("." in name for name in self.plain_spec)
         self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5
         self.softcap = config.attn_logit_softcapping
         self.num_key_value_groups = query_heads // key_heads
@@ -226,6 +226,11 @@ class Projections(nn.Module, ABC):
         """The bits of caches that are not given others."""
         return self.config.default_bits
 
+    @property
+    def plain_spec(self) -> Spec:
+        """The states with all their bits."""
+        return self.spec_in(ALL_BITS)
+
     def spec_in(self, bits: CacheBits) -> Spec:
         """The states as a cache of some bits stores them, by joined names."""
         if bits not in self._specs:
@@ -258,7 +263,7 @@ class Projections(nn.Module, ABC):
         return {name: state.stored(bits) for name, state in states.items()}
 
     @classmethod
-    def states_in_bits(cls, config, layer_idx: int) -> list[str]:
+    def packable_states(cls, config, layer_idx: int) -> list[str]:
         """The kinds of states of a layer that can be stored in few bits, such as "window.keys"."""
         states = flat(cls.state_spec(config, layer_idx)).values()
         kinds = (state.name_of_kind for state in states)

@@ -2,7 +2,7 @@
 
 The projections are those of attention. Most key-value heads see a window and the first tokens of the sequence or a
 learned sink in their place (https://arxiv.org/abs/2309.17453). In one softmax with these is nothing else; or older
-tokens that received attention, as in students by default (`KVEviction`); or a memory of all tokens between. Some heads
+tokens that received attention, as in students by default (`Kept`); or a memory of all tokens between. Some heads
 can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_memory.cache import Spec, State, States, rows_of
-from hf_memory.cache_bits import ROWS
 from hf_memory.convertible import ObservedAttention
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import (
@@ -76,6 +75,7 @@ class WindowedMixer(MemoryMixer):
     sees_positions = True  # as attention does, which also has these heads and norms
     heads = Projections.heads
     normalizes = Projections.normalizes
+    can_be_packed = True  # whether keys and values can be stored in few bits
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -90,14 +90,14 @@ class WindowedMixer(MemoryMixer):
         groups = self.num_key_value_groups
         has_sinks = config.attention_sinks and near
         self.sinks: Any = Sinks(near * groups, near, self.value_dim) if has_sinks else None
-        self.parts = self._parts(near_past(config, layer_idx))
+        self.parts = self._parts(self.near_past(config, layer_idx))
 
     def _parts(self, near: Kept | Ring) -> list[Part]:
         parts = []
         if self.near_heads:
             parts.append(Part(_slices(self.near_heads), near, True))
         if self.full_heads:
-            past = full_past(self.config, self.layer_idx)
+            past = self.full_past(self.config)
             parts.append(Part(_slices(self.full_heads), past, False))
         return parts
 
@@ -109,7 +109,7 @@ class WindowedMixer(MemoryMixer):
         D = cls.kept_channels(config)
         spec: Spec = {"tokens_read": State((), torch.long)}
         if heads:
-            spec |= cls.near_spec(near_past(config, layer_idx), config, heads)
+            spec |= cls.near_spec(cls.near_past(config, layer_idx), config, heads)
         if heads and config.layer_types[layer_idx] == "sliding_memory":
             spec |= config.far_memory.state_spec(config, heads)
             size = config.num_sink_tokens + config.sliding_window
@@ -117,7 +117,7 @@ class WindowedMixer(MemoryMixer):
             if channels := config.rotating_channels(layer_idx):
                 spec["slot_angles"] = State((size, channels), None)
         if full:
-            spec |= full_past(config, layer_idx).spec(full, D, D)
+            spec |= cls.full_past(config).spec(full, D, D)
         return spec
 
     @classmethod
@@ -129,11 +129,39 @@ class WindowedMixer(MemoryMixer):
         return past.spec(heads, D, D)
 
     @classmethod
-    def states_in_bits(cls, config, layer_idx: int) -> list[str]:
-        """See `Projections.states_in_bits`; also without full heads, which a conversion chooses later."""
-        kinds = super().states_in_bits(config, layer_idx)
-        usual = [f"{kind}.{x}" for kind in ("window", "full_attention_heads") for x in ROWS]
-        return list(dict.fromkeys([*usual, *kinds]))
+    def near_past(cls, config, layer_idx: int) -> Kept | Ring:
+        """What the heads of a layer see that have a window."""
+        kept = config.kept_tokens[layer_idx]
+        if not kept:
+            return cls.window(config)
+        sizes = config.sliding_window, config.num_sink_tokens, kept, config.kept_block_size
+        return Kept(*sizes, config.eviction, cls.kind("window"))
+
+    @classmethod
+    def window(cls, config) -> Ring:
+        """A window and the first tokens."""
+        return Ring(config.sliding_window, config.num_sink_tokens, cls.kind("window"))
+
+    @classmethod
+    def full_past(cls, config) -> Everything | Ring:
+        """What heads see that keep everything, or a longer window."""
+        kind = cls.kind("full_attention_heads")
+        longer = config.full_attention_window
+        if longer is None:
+            return Everything(kind, "full_")
+        return Ring(longer, config.num_sink_tokens, kind, "full_", is_long=True)
+
+    @classmethod
+    def kind(cls, name: str) -> str | None:
+        """What `cache_bits` calls keys and values; None: nothing, since they need all their bits."""
+        return name if cls.can_be_packed else None
+
+    @classmethod
+    def packable_states(cls, config, layer_idx: int) -> list[str]:
+        """See `Projections.packable_states`; also without full heads, which a conversion chooses later."""
+        found = super().packable_states(config, layer_idx)
+        later = [state.kind for state in cls.full_past(config).spec(1, 1, 1).values()]
+        return list(dict.fromkeys([*found, *filter(None, later)]))
 
     @classmethod
     def exact_up_to(cls, config, layer_idx: int, length: int) -> int | None:
@@ -302,7 +330,7 @@ class WindowedMixer(MemoryMixer):
         far = self.far
         self.far = None
         try:
-            with self._seeing(ring(self.config)):
+            with self._seeing(self.window(self.config)):
                 yield
         finally:
             self.far = far
@@ -438,29 +466,6 @@ def _full_heads(config, layer_idx: int) -> list[int]:
 def _near_heads(config, layer_idx: int) -> list[int]:
     full = _full_heads(config, layer_idx)
     return [h for h in range(config.num_key_value_heads) if h not in full]
-
-
-def near_past(config, layer_idx: int) -> Kept | Ring:
-    """What the heads of a layer see that have a window."""
-    kept = config.kept_tokens[layer_idx]
-    if not kept:
-        return ring(config)
-    sizes = config.sliding_window, config.num_sink_tokens, kept, config.kept_block_size
-    return Kept(*sizes, config.eviction)
-
-
-def ring(config) -> Ring:
-    """A window and the first tokens."""
-    return Ring(config.sliding_window, config.num_sink_tokens)
-
-
-def full_past(config, layer_idx: int) -> Everything | Ring:
-    """What the heads of a layer see that keep everything, or a longer window."""
-    kind = "full_attention_heads"
-    longer = config.full_attention_window
-    if longer is None:
-        return Everything(kind, "full_")
-    return Ring(longer, config.num_sink_tokens, kind, "full_", is_long=True)
 
 
 def _slices(heads: list[int]) -> list[slice]:

@@ -5,8 +5,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_memory.cache import branch, set_bits
-from hf_memory.cache_bits import ALL_BITS
+from hf_memory.cache import branch, keep_all
 from hf_memory.modeling.packing import check_mask_length, packed_boundaries
 
 
@@ -60,7 +59,7 @@ def read_in_chunks(
     T = inputs_embeds.shape[1]
     cache = DynamicCache(config=model.config)
     if torch.is_grad_enabled():
-        set_bits(cache, ALL_BITS)
+        keep_all(cache)
     outputs = []
     losses = []
     for start, x in zip(range(0, T, chunk_length), inputs_embeds.split(chunk_length, 1)):

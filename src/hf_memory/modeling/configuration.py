@@ -142,7 +142,7 @@ class MemoryConfig(
         self.__dict__["_derived"] = derived
         self.validate_architecture()
         if self.cache_bits is not None:
-            check_kinds(self.cache_bits, self.states_in_bits)
+            check_kinds(self.cache_bits, self.packable_states)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; fields that were not given and whose default depends on it follow, as if it had been given.
@@ -291,7 +291,7 @@ class MemoryConfig(
                 tokens of which some cannot have it.
         """
         bits = read_bits(cache_bits)
-        check_kinds(cache_bits, self.states_in_bits)
+        check_kinds(cache_bits, self.packable_states)
         if not isinstance(cache_bits, int):
             return bits
         specs = enumerate(self.state_specs_in(bits))
@@ -304,13 +304,13 @@ class MemoryConfig(
     @property
     def kinds_in_bits(self) -> list[str]:
         """The kinds of states of this model that can be stored in few bits, as `cache_bits` names them."""
-        return list(dict.fromkeys(name.partition(".")[0] for name in self.states_in_bits))
+        return list(dict.fromkeys(name.partition(".")[0] for name in self.packable_states))
 
     @property
-    def states_in_bits(self) -> list[str]:
+    def packable_states(self) -> list[str]:
         """The states of these kinds, such as "window.keys" and "window.values"."""
         layers = range(self.num_hidden_layers)
-        found = [kind for i in layers for kind in self.mixer_class(i).states_in_bits(self, i)]
+        found = [kind for i in layers for kind in self.mixer_class(i).packable_states(self, i)]
         return list(dict.fromkeys(found))
 
     @property
@@ -320,8 +320,12 @@ class MemoryConfig(
 
     def state_specs_in(self, bits: CacheBits) -> list[Spec]:
         """The same in a cache of some bits."""
-        layers = range(self.num_hidden_layers)
+        layers = [self.mixer_of_step(step) for step in range(self.num_hidden_layers)]
         return [self.mixer_class(i).declared(self, i, bits) for i in layers]
+
+    def mixer_of_step(self, step: int) -> int:
+        """The layer whose mixer fills a layer of the cache."""
+        return step
 
     def validate_architecture(self):
         """Check that sizes and options fit together."""

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from hf_memory.cache import Spec
-from hf_memory.cache_bits import CacheBits
 from hf_memory.mixers.transformer import BUCKETS, PASTS, PATTERNS, Kind, mixer_of
 from hf_memory.mixers.transformer.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.transformer.slots import COMPRESSIONS
@@ -322,10 +320,9 @@ class MemoryTransformerConfig(MemoryConfig):
         is_halved = "routing_by_head" not in self.patterns or heads % 2 == 0
         check(is_halved, "num_key_value_heads", "even with pattern 'routing_by_head'", heads)
 
-    def state_specs_in(self, bits: CacheBits) -> list[Spec]:
-        """The states that each layer keeps in a cache of some bits; those of each run of a universal layer."""
-        specs = super().state_specs_in(bits)
-        return [specs[0] for _ in specs] if self.depth == "universal" else specs
+    def mixer_of_step(self, step: int) -> int:
+        """See `MemoryConfig.mixer_of_step`: a universal layer runs at each step."""
+        return 0 if self.depth == "universal" else step
 
     def _check_depth(self) -> None:
         """Refuse what layers that run several times, or are inverted, do not support."""

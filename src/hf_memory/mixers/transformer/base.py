@@ -8,7 +8,6 @@ from transformers.cache_utils import Cache
 
 from hf_memory.cache import Spec, States
 from hf_memory.cache_argument import takes_cache
-from hf_memory.cache_bits import ALL_BITS
 from hf_memory.mixers.attention_blocks import (
     Attended,
     Columns,
@@ -32,7 +31,7 @@ class TransformerMixer(MemoryMixer):
     """
 
     takes_packed = True  # whether `attend` keeps packed sequences apart
-    has_bits = True  # whether keys and values can be stored in few bits
+    can_be_packed = True  # whether keys and values can be stored in few bits
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -44,7 +43,7 @@ class TransformerMixer(MemoryMixer):
             self.forget = ForgetGates(config, self.scaling)
         self.bounded = [
             BoundedKeys(name, [slice(None)])
-            for name, state in self.spec_in(ALL_BITS).items()
+            for name, state in self.plain_spec.items()
             if name.endswith("keys") and state.growth == "fixed"
         ]
 
@@ -72,7 +71,7 @@ class TransformerMixer(MemoryMixer):
     @classmethod
     def kind(cls, config, layer_idx: int) -> str | None:
         """What `cache_bits` calls keys and values; None with forget gates, whose sums are channels of keys."""
-        if not cls.has_bits or config.position == "forget":
+        if not cls.can_be_packed or config.position == "forget":
             return None
         return "window" if config.layer_types[layer_idx] == "sliding_heads" else "memory"
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.cache_bits import ALL_BITS, CacheBits
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.gates import SigmoidDecay
@@ -111,28 +110,23 @@ class PlainHeads(WindowedMixer):
 
 
 class ForgettingHeads(PlainHeads):
-    """Heads with forget gates that see a window and the first tokens, and heads that see everything."""
+    """Heads with forget gates that see a window and the first tokens, and heads that see everything.
+
+    Keys have sums of gates in further channels, which need all their bits.
+    """
+
+    can_be_packed = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.forget = ForgetGates(config, self.scaling)
-        spec = self.spec_in(ALL_BITS)
+        spec = self.plain_spec
         names = [f"{part.past.prefix}keys" for part in self.parts]
         self.bounded = [
             BoundedKeys(name, part.heads, isinstance(part.past, Kept))
             for name, part in zip(names, self.parts)
             if spec[name].growth == "fixed"
         ]
-
-    @classmethod
-    def declared(cls, config, layer_idx: int, bits: CacheBits) -> Spec:
-        """In all bits, since keys have sums of gates in further channels, which need them."""
-        return super().declared(config, layer_idx, ALL_BITS)
-
-    @classmethod
-    def states_in_bits(cls, config, layer_idx: int) -> list[str]:
-        """See `Projections.states_in_bits`."""
-        return []
 
     @property
     def scores(self) -> Scores:

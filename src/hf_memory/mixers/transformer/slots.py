@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.cache_bits import ALL_BITS
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import (
     BLOCK,
@@ -83,7 +82,7 @@ class CompressiveMixer(SegmentMixer):
     tokens, and not by the prediction loss.
     """
 
-    has_bits = False
+    can_be_packed = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -218,7 +217,7 @@ class MostUsedMixer(SegmentMixer):
     rotated. A block gets its slot when no token sees the block any more, since its u_j are then known.
     """
 
-    has_bits = False
+    can_be_packed = False
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -315,7 +314,7 @@ def attend_slots(
     config = mixer.config
     L = config.segment_length
     rate = config.compression_rate
-    n = mixer.spec_in(ALL_BITS)["compressed_keys"].shape[0]
+    n = mixer.plain_spec["compressed_keys"].shape[0]
     (keys, values), new = last_tokens(
         states, dict(zip(("compressed_keys", "compressed_values"), slots)), n, blocks.done
     )

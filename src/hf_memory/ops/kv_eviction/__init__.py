@@ -1,7 +1,7 @@
 """Attention to a window and kept tokens, in two steps: which entries each block sees, and then what it reads of them.
 
 Which entries stay after a block depends on those that it saw, so the first step goes from block to block; it is the
-smaller part of the work. Then all blocks are read in parallel. `mixers.kv_eviction` has the definition.
+smaller part of the work. Then all blocks are read in parallel. `hf_memory.mixers.pasts.kept` has the definition.
 """
 
 import torch
