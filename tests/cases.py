@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, set_seed
 import hf_memory
 from hf_memory.cache import LAYER_TYPES
 from hf_memory.mixers.levels import LevelWeights
+from hf_memory.mixers.pasts import register_eviction
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
 from hf_memory.mixers.windowed import Sinks
 
@@ -73,6 +74,14 @@ PAST = {
 STORE = {"memory_size": 6, "memory_top_k": 2}
 PATTERN = {"pattern_size": 4}
 SUMMARIES = {**PATTERN, "num_summary_tokens": 2}
+
+
+def largest_values(block):
+    """An eviction policy of a user: the tokens with the largest values stay."""
+    return block.values.norm(dim=-1)
+
+
+register_eviction("largest_values", largest_values)
 
 
 class Case(NamedTuple):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from cases import SIZES
+from cases import SIZES, largest_values
 from comparing import assert_close
 from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.mixers.attention_blocks import Scores
@@ -15,12 +15,6 @@ from hf_memory.ops.kv_eviction import Block, chunk, received_attention
 MEMORY = Kept(size=5, first=2, kept=4, block=3)
 
 
-def largest_values(block):
-    """A policy of a user: the tokens with the largest values stay."""
-    return block.values.norm(dim=-1)
-
-
-register_eviction("largest_values", largest_values)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 

@@ -148,8 +148,8 @@ WINDOW = [
     *changes({"full_attention_heads": [[0]]}, full_attention_window=[6]),
 ]
 KEPT = [
-    *changes(num_kept_tokens=[3], virtual_token=[True]),
-    *changes({"num_kept_tokens": 3}, kept_block_size=[2]),
+    *changes(num_kept_tokens=[3]),
+    *changes({"num_kept_tokens": 3}, kept_block_size=[2], eviction=["largest_values"]),
 ]
 SLOTS = changes(num_memory_slots=[3])
 TRANSFORMER = [
@@ -614,7 +614,6 @@ def test_an_ignored_option_is_seen(monkeypatch):
 def _without_sinks(forward):
     def run(self, *args, **kwargs):
         self.sinks = None
-        self.near_past = self.near_past._replace(lead=0)
         return forward(self, *args, **kwargs)
 
     return run
