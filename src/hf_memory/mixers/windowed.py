@@ -50,22 +50,34 @@ class Sinks(nn.Module):
         self.values = nn.Parameter(torch.empty(heads, value_dim))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The values [1, 1, H, V], and the logits [HQ]."""
-        return self.values[None, None], self.logits
+        """The values [1, 1, H, 1, V], and the logits by group [H, groups]."""
+        return self.values[None, None, :, None], self.logits.view(len(self.values), -1)
 
 
 class Part(NamedTuple):
     """Some of the key-value heads, and what they see."""
 
-    heads: list[slice]
+    heads: list[int]
+    slices: list[slice]  # that have these heads in turn
     past: Everything | Kept | Ring
     is_near: bool  # whether they have a window, and what a layer has beside windows, such as sinks
 
+    @classmethod
+    def of_heads(cls, heads: list[int], past: Everything | Kept | Ring, is_near: bool) -> "Part":
+        """The part of these heads."""
+        return cls(heads, _slices(heads), past, is_near)
+
     def of(self, x: Tensor) -> Tensor:
         """Its heads of x [B, T, H, ...]: a view if possible, and without an index tensor in any case."""
-        if len(self.heads) == 1:
-            return x[:, :, self.heads[0]]
-        return torch.cat([x[:, :, here] for here in self.heads], 2)
+        if len(self.slices) == 1:
+            return x[:, :, self.slices[0]]
+        return torch.cat([x[:, :, here] for here in self.slices], 2)
+
+    def spec(self, groups: int, channels: int) -> Spec:
+        """The states of its heads, each with so many queries and channels."""
+        if isinstance(self.past, Kept):
+            return self.past.spec(len(self.heads), groups, channels)
+        return self.past.spec(len(self.heads), channels, channels)
 
 
 class WindowedMixer(MemoryMixer):
@@ -79,9 +91,10 @@ class WindowedMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
+        self.parts = self.parts_of(config, layer_idx)
         self.full_heads = _full_heads(config, layer_idx)
         self.near_heads = _near_heads(config, layer_idx)
-        order = self.near_heads + self.full_heads
+        order = [h for part in self.parts for h in part.heads]
         # place of each head among the outputs
         self.place_of_head = [order.index(h) for h in range(len(order))]
         near = len(self.near_heads)
@@ -90,52 +103,49 @@ class WindowedMixer(MemoryMixer):
         groups = self.num_key_value_groups
         has_sinks = config.attention_sinks and near
         self.sinks: Any = Sinks(near * groups, near, self.value_dim) if has_sinks else None
-        self.parts = self._parts(self.near_past(config, layer_idx))
 
-    def _parts(self, near: Kept | Ring) -> list[Part]:
+    @classmethod
+    def parts_of(cls, config, layer_idx: int, kept: list[int] | None = None) -> list[Part]:
+        """The heads of a layer that see alike: with a window, by how many tokens they keep beside it, and without.
+
+        `kept` has these numbers for each key-value head; default: those of the config.
+        """
+        kept = config.kept_tokens[layer_idx] if kept is None else kept
+        near = _near_heads(config, layer_idx)
+        numbers = sorted({kept[h] for h in near})
         parts = []
-        if self.near_heads:
-            parts.append(Part(_slices(self.near_heads), near, True))
-        if self.full_heads:
-            past = self.full_past(self.config)
-            parts.append(Part(_slices(self.full_heads), past, False))
+        for number in numbers:
+            past = cls.near_past(config, number, is_alone=len(numbers) == 1)
+            heads = [h for h in near if kept[h] == number]
+            parts.append(Part.of_heads(heads, past, True))
+        if full := _full_heads(config, layer_idx):
+            parts.append(Part.of_heads(full, cls.full_past(config), False))
         return parts
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`; those of heads that keep everything grow with the text, unless they have a window."""
-        full = len(_full_heads(config, layer_idx))
-        heads = config.num_key_value_heads - full
-        D = cls.kept_channels(config)
+        groups = config.num_attention_heads // config.num_key_value_heads
         spec: Spec = {"tokens_read": State((), torch.long)}
-        if heads:
-            spec |= cls.near_spec(cls.near_past(config, layer_idx), config, heads)
+        for part in cls.parts_of(config, layer_idx):
+            spec |= part.spec(groups, cls.kept_channels(config))
+        heads = len(_near_heads(config, layer_idx))
         if heads and config.layer_types[layer_idx] == "sliding_memory":
             spec |= config.far_memory.state_spec(config, heads)
             size = config.num_sink_tokens + config.sliding_window
             spec["slot_gates"] = State((size, heads, config.far_memory.num_gates))
             if channels := config.rotating_channels(layer_idx):
                 spec["slot_angles"] = State((size, channels), None)
-        if full:
-            spec |= cls.full_past(config).spec(full, D, D)
         return spec
 
     @classmethod
-    def near_spec(cls, past: Kept | Ring, config, heads: int) -> Spec:
-        """The states of the past of so many heads with a window."""
-        D = cls.kept_channels(config)
-        if isinstance(past, Kept):
-            return past.spec(heads, config.num_attention_heads // config.num_key_value_heads, D)
-        return past.spec(heads, D, D)
-
-    @classmethod
-    def near_past(cls, config, layer_idx: int) -> Kept | Ring:
-        """What the heads of a layer see that have a window."""
-        kept = config.kept_tokens[layer_idx]
+    def near_past(cls, config, kept: int, is_alone: bool) -> Kept | Ring:
+        """What heads see that have a window and keep so many other tokens, like all such heads of a layer or not."""
         if not kept:
             return cls.window(config)
         sizes = config.sliding_window, config.num_sink_tokens, kept, config.kept_block_size
-        return Kept(*sizes, config.eviction, cls.kind("window"))
+        prefix = "" if is_alone else f"kept_{kept}_"
+        return Kept(*sizes, config.eviction, cls.kind("window"), prefix)
 
     @classmethod
     def window(cls, config) -> Ring:
@@ -190,7 +200,7 @@ class WindowedMixer(MemoryMixer):
 
         - `tokens_read` [B];
         - of heads with a window `keys` and `values` [B, tokens, H, D] of a `Ring`; or with kept tokens the entries of
-          `Kept`;
+          `Kept`, by their number if heads of the layer keep different numbers;
         - those of the memory, with `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels] of the
           ring, for the writes of tokens that are still in the window;
         - of heads that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and `full_positions`
@@ -257,23 +267,24 @@ class WindowedMixer(MemoryMixer):
         if part.is_near and self.far is not None:
             return self._attend_beside_memory(part, q, projected, new, tokens, context)
         if part.is_near and self.sinks is not None:
-            return self._attend_beside_sinks(part.past, q, new, tokens, context)
+            return self._attend_beside_sinks(part, q, new, tokens, context)
         if tokens is None:
             return part.past.attend_one(q, new, context, self.scores), {}
         o, states = part.past.attend(q.flatten(2, 3), new, tokens, context, self.scores)
         return o.unflatten(2, q.shape[2:4]), states
 
     def _attend_beside_sinks(
-        self, past: Any, q: Tensor, new: New, tokens: Tokens | None, context: Context
+        self, part: Part, q: Tensor, new: New, tokens: Tokens | None, context: Context
     ) -> tuple[Tensor, States]:
         """See `attend_part`; in one softmax with sinks."""
+        past: Any = part.past
         states: States = {}
         if tokens is None:
             attended = past.attend_one_with_mass(q, new, context, self.scores)
         else:
             rows = q.flatten(2, 3), new, tokens, context, self.scores
             attended, states = past.attend_with_mass(*rows)
-        return self._with_sinks(attended)[0].unflatten(2, q.shape[2:4]), states
+        return self._with_sinks(attended, part)[0].unflatten(2, q.shape[2:4]), states
 
     def _attend_beside_memory(
         self,
@@ -294,13 +305,13 @@ class WindowedMixer(MemoryMixer):
         if tokens is None:
             leaving = self._leaving_one(past, new, beside, context)
             seen = past.read_one(new, context)
-            attended = self._with_sinks(seen.attend_with_mass(q, self.scores))
+            attended = self._with_sinks(seen.attend_with_mass(q, self.scores), part)
         else:
             rows = q.flatten(2, 3)
             read = past.read_many(new, tokens, context)
             groups = read.blocks(rows, tokens)
             attended = attended_rows(map(self.scores.attend_with_mass, groups), rows)
-            attended = self._with_sinks(attended)
+            attended = self._with_sinks(attended, part)
             leaving, waiting = self._leaving(past, read, tokens, beside, context)
             waiting = read.states | waiting
         o, logsumexp = attended
@@ -311,10 +322,11 @@ class WindowedMixer(MemoryMixer):
         return o.unflatten(2, q.shape[2:4]), waiting | memory
 
     def _check_heads(self, k: Tensor) -> None:
-        if self.full_heads and k.shape[2] < len(self.place_of_head):
+        if len(self.parts) > 1 and k.shape[2] < len(self.place_of_head):
             heads = self.config.full_attention_heads
             raise ValueError(
-                f"full_attention_heads must be None with tensor parallelism, got {heads}"
+                "full_attention_heads must be None, and num_kept_tokens one number, with tensor parallelism, got "
+                f"{heads} and {self.config.num_kept_tokens}"
             )
 
     def in_order(self, outputs: list[Tensor]) -> Tensor:
@@ -330,7 +342,7 @@ class WindowedMixer(MemoryMixer):
         far = self.far
         self.far = None
         try:
-            with self._seeing(self.window(self.config)):
+            with self.keeping(0):
                 yield
         finally:
             self.far = far
@@ -338,17 +350,9 @@ class WindowedMixer(MemoryMixer):
     @contextmanager
     def keeping(self, num_tokens: int) -> Iterator[None]:
         """See `Convertible.keeping`."""
-        past = self.parts[0].past
-        if isinstance(past, Kept):
-            past = past._replace(kept=num_tokens)
-        with self._seeing(past):
-            yield
-
-    @contextmanager
-    def _seeing(self, past: Any) -> Iterator[None]:
-        """Let heads with a window have another past."""
         usual = self.parts
-        self.parts = self._parts(past)
+        kept = [num_tokens] * len(self.place_of_head)
+        self.parts = self.parts_of(self.config, self.layer_idx, kept)
         try:
             yield
         finally:
@@ -410,16 +414,21 @@ class WindowedMixer(MemoryMixer):
     def _of_near_heads(self, *rows: Tensor) -> tuple[Tensor, ...]:
         """Those of queries, keys or values [B, T, heads, D] that heads with a window have."""
         H = len(self.place_of_head)
-        near = self.parts[0]
+        near = Part.of_heads(self.near_heads, self.parts[0].past, True)
         return tuple(near.of(x.unflatten(2, (H, -1))).flatten(2, 3) for x in rows)
 
-    def _with_sinks(self, attended: Any) -> Attended:
-        """Results [B, T, HQ, V] of a softmax over tokens, and its mass, with sinks if there are any."""
+    def _with_sinks(self, attended: Any, part: Part) -> Attended:
+        """Results [B, T, HQ, V] of a softmax over tokens, and its mass, with the sinks of a part if there are any."""
         if self.sinks is None:
             return attended
         (o, mass), (values, logits) = attended, self.sinks()
-        values = values.repeat_interleave(self.num_key_value_groups, 2)
-        return joined_softmax(attended, (values.to(o.dtype), logits.to(mass.dtype)))
+        values = values.expand(-1, -1, -1, self.num_key_value_groups, -1)
+        if len(part.heads) < len(self.near_heads):
+            places = [self.near_heads.index(h) for h in part.heads]
+            values, logits = values[:, :, places], logits[places]
+        return joined_softmax(
+            attended, (values.flatten(2, 3).to(o.dtype), logits.flatten().to(mass.dtype))
+        )
 
     def _leaving(
         self, past: Ring, read: Any, tokens: Tokens, beside: States, context: Context

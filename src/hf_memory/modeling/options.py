@@ -93,8 +93,9 @@ class AttentionWindow(PreTrainedConfig):
             `"sliding_heads"` and `"sliding_memory"` layers.
         attention_sinks (`bool`, defaults to `False`): whether each head of these layers that has a window has a learned
             sink, which takes part in its softmax like a further token that every token sees.
-        num_kept_tokens (`int` or `list[int]`, defaults to 0): number of older tokens whose keys and values each
-            key-value head of `"sliding_heads"` layers keeps beside its window. A list has the number of each layer.
+        num_kept_tokens (`int`, `list[int]` or `list[list[int]]`, defaults to 0): number of older tokens whose keys and
+            values each key-value head of `"sliding_heads"` layers keeps beside its window. A list has the number of
+            each layer, or a list of those of its key-value heads, of which heads that keep everything ignore theirs.
         eviction (`str`, defaults to `"received_attention"`): which tokens these are: the policy says which are worth
             most. `"received_attention"`: those that received most attention, of what sinks leave. `register_eviction`
             adds others.
@@ -114,7 +115,7 @@ class AttentionWindow(PreTrainedConfig):
     sliding_window: int | None = None
     num_sink_tokens: int = 0
     attention_sinks: bool = False
-    num_kept_tokens: int | list[int] = 0
+    num_kept_tokens: int | list[int] | list[list[int]] = 0
     eviction: str = "received_attention"
     kept_block_size: int = 32
     full_attention_heads: list[list[int]] | None = None
@@ -122,10 +123,11 @@ class AttentionWindow(PreTrainedConfig):
     num_memory_slots: int = 64
 
     @property
-    def kept_tokens(self) -> list[int]:
-        """The `num_kept_tokens` of each layer."""
-        number = self.num_kept_tokens
-        return number if isinstance(number, list) else [number] * self.num_hidden_layers
+    def kept_tokens(self) -> list[list[int]]:
+        """The `num_kept_tokens` of each key-value head of each layer."""
+        given = self.num_kept_tokens
+        by_layer = given if isinstance(given, list) else [given] * self.num_hidden_layers
+        return [x if isinstance(x, list) else [x] * self.num_key_value_heads for x in by_layer]
 
     def validate_architecture(self):
         """Check the window, too."""
@@ -139,8 +141,15 @@ class AttentionWindow(PreTrainedConfig):
         can_keep = "sliding_heads" in sliding and "sliding_memory" not in sliding
         only = "0 unless layers with a window are 'sliding_heads'"
         check_each(self, "num_kept_tokens", self.kept_tokens)
-        check(can_keep or not any(self.kept_tokens), "num_kept_tokens", only, self.num_kept_tokens)
-        check(min(self.kept_tokens) >= 0, "num_kept_tokens", "at least 0", self.num_kept_tokens)
+        kept = self.num_kept_tokens
+        of_heads = self.kept_tokens
+        heads_of_layer = self.num_key_value_heads
+        are_of_heads = all(len(numbers) == heads_of_layer for numbers in of_heads)
+        each = f"numbers of layers, or lists with one for each of {heads_of_layer} key-value heads"
+        check(are_of_heads, "num_kept_tokens", each, kept)
+        numbers = [number for layer in of_heads for number in layer]
+        check(can_keep or not any(numbers), "num_kept_tokens", only, kept)
+        check(min(numbers) >= 0, "num_kept_tokens", "at least 0", kept)
         is_longer = longer is None or (near and longer >= near)
         check(is_longer, "full_attention_window", f"at least sliding_window={near}", longer)
         check(

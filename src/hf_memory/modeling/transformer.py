@@ -301,7 +301,8 @@ class MemoryTransformerConfig(MemoryConfig):
         check_values(self, here, attention_sinks=False)
         full = self.full_attention_heads
         check(not any(full or []), "full_attention_heads", f"None {here}", full)
-        check(not any(self.kept_tokens), "num_kept_tokens", f"0 {here}", self.num_kept_tokens)
+        keeps = any(any(numbers) for numbers in self.kept_tokens)
+        check(not keeps, "num_kept_tokens", f"0 {here}", self.num_kept_tokens)
 
     def _check_forgetting(self) -> None:
         """Refuse what gates of single tokens have no meaning for."""

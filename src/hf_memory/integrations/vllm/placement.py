@@ -23,7 +23,7 @@ DIVIDED = (
 def is_attention(config: Any, layer_idx: int) -> bool:
     """Whether vLLM's attention can run the mixer of a layer: attention over all tokens or the last ones."""
     mixer = config.mixer_class(layer_idx)
-    sees_older = config.num_sink_tokens or config.kept_tokens[layer_idx]
+    sees_older = config.num_sink_tokens or any(config.kept_tokens[layer_idx])
     has_window = (
         mixer is WindowedMixer
         and config.layer_types[layer_idx] == "sliding_heads"

@@ -45,9 +45,13 @@ class Entries(NamedTuple):
     queries: Any  # [B, HQ, block, D], rotated, of the tokens of the block
 
     @classmethod
-    def among(cls, states: States) -> "Entries":
-        """Those of the states of a layer."""
-        return cls(*(states[name] for name in cls._fields))
+    def among(cls, states: States, prefix: str) -> "Entries":
+        """Those of the states of a layer whose names begin with a prefix."""
+        return cls(*(states[prefix + name] for name in cls._fields))
+
+    def states(self, prefix: str) -> dict[str, Any]:
+        """The inverse of `among`."""
+        return {prefix + name: x for name, x in self._asdict().items()}
 
     @property
     def rows(self) -> tuple[Any, Any, Any]:
@@ -64,7 +68,7 @@ class Kept(NamedTuple):
     block: int  # number of tokens after which it is decided which ones stay
     policy: str = "received_attention"
     kind: str | None = "window"  # what `cache_bits` calls its states
-    prefix: str = ""  # of the names of its states: none
+    prefix: str = ""  # of the names of its states
 
     @property
     def stay(self) -> int:
@@ -76,7 +80,7 @@ class Kept(NamedTuple):
         keys, values = of_rows(self.kind, (heads, self.stay + self.block), D, D)
         number = State((heads, self.stay + self.block), torch.int32)
         queries = State((heads * groups, self.block, D), None)
-        return Entries(keys, values, number, State((heads, self.stay)), queries)._asdict()
+        return Entries(keys, values, number, State((heads, self.stay)), queries).states(self.prefix)
 
     def attend(
         self, q: Tensor, new: New, tokens: Tokens, context: Context, scores: Scores
@@ -130,12 +134,12 @@ class Kept(NamedTuple):
             joined = [None if x[0] is None else torch.cat(x, 1) for x in zip(*parts)]
             return joined, {}
         attended, entries = self._blocks(q, new, scores, context, needs_mass)
-        return attended, entries._asdict()
+        return attended, entries.states(self.prefix)
 
     def _entries(self, q: Tensor, new: New, context: Context) -> Entries:
         """The entries before new tokens; if there are none, empty ones."""
         if context.states:
-            held = Entries.among(context.states)
+            held = Entries.among(context.states, self.prefix)
             keys, values = new.stored_keys, new.stored_values
             return held._replace(keys=held.keys.to(keys.dtype), values=held.values.to(values.dtype))
         B, _, H, _ = new.keys.shape
@@ -227,9 +231,9 @@ class Kept(NamedTuple):
 
         The latter is None if none does.
         """
-        if isinstance(context.states["number"], list):
+        if isinstance(context.states[self.prefix + "number"], list):
             return self._write_apart(q, new, context)
-        held = Entries.among(context.states)
+        held = Entries.among(context.states, self.prefix)
         position = context.uniform_length
         if position is None:
             return self._write_padded(held, q, new, context)
@@ -255,7 +259,7 @@ class Kept(NamedTuple):
     def _write_apart(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Any]:
         """The same for rows whose states are anywhere in memory."""
         rows = context.each_row()
-        held = [Entries.among(alone.states) for alone in rows]
+        held = [Entries.among(alone.states, self.prefix) for alone in rows]
         ends = [
             self._write_at(entries, q[i : i + 1], new.row(i), alone.uniform_length)
             for i, (entries, alone) in enumerate(zip(held, rows))
@@ -290,7 +294,7 @@ class Kept(NamedTuple):
             for alone, of_row in zip(context.each_row(), ends):
                 self._end_blocks(new, alone, scores, of_row)
             return
-        held = Entries.among(context.states)
+        held = Entries.among(context.states, self.prefix)
         keys, values, number = held.rows
         n = self.stay
         k, v = new.before(keys, values)

@@ -3,9 +3,18 @@
 A policy is one function of a block of tokens and of what its queries saw; see `hf_memory.ops.kv_eviction.Block`.
 """
 
-from hf_memory.ops.kv_eviction import EvictionPolicy, received_attention
+from hf_memory.ops.kv_eviction import (
+    EvictionPolicy,
+    change_of_output,
+    random_choice,
+    received_attention,
+)
 
-POLICIES: dict[str, EvictionPolicy] = {"received_attention": received_attention}
+POLICIES: dict[str, EvictionPolicy] = {
+    "received_attention": received_attention,
+    "change_of_output": change_of_output,
+    "random": random_choice,
+}
 
 
 def register_eviction(name: str, policy: EvictionPolicy) -> None:

@@ -80,7 +80,8 @@ class ForgetGates(SigmoidDecay):
             moved = {keys.name: self.sums_in.moved(states[keys.name], of_heads.unsqueeze(dim))}
             if keys.is_kept:
                 of_queries = of_heads.flatten(1)[..., None]
-                moved["queries"] = self.sums_in.moved_queries(states["queries"], of_queries)
+                name = keys.name.removesuffix("keys") + "queries"
+                moved[name] = self.sums_in.moved_queries(states[name], of_queries)
             states = states | moved
             for heads in keys.heads:
                 units[:, heads] = due[:, heads]
@@ -123,7 +124,7 @@ class ForgettingHeads(PlainHeads):
         spec = self.plain_spec
         names = [f"{part.past.prefix}keys" for part in self.parts]
         self.bounded = [
-            BoundedKeys(name, part.heads, isinstance(part.past, Kept))
+            BoundedKeys(name, part.slices, isinstance(part.past, Kept))
             for name, part in zip(names, self.parts)
             if spec[name].growth == "fixed"
         ]

@@ -14,6 +14,8 @@ from hf_memory.ops.kv_eviction.policies import (
     DECAY,
     Block,
     EvictionPolicy,
+    change_of_output,
+    random_choice,
     received_attention,
 )
 
@@ -21,7 +23,9 @@ __all__ = [
     "Block",
     "EvictionPolicy",
     "Rule",
+    "change_of_output",
     "places_that_stay",
+    "random_choice",
     "received_attention",
     "retained_attention",
     "rows_at",
@@ -65,16 +69,16 @@ def retained_attention(
         return chunk.retained_attention(q, k, v, number, score, rule)
     from hf_memory.ops.kv_eviction import kernels
 
+    given = tuple(x.detach() for x in (q, k, v))
+    if (
+        rule.policy is not received_attention
+    ):  # as in PyTorch; attention is the kernels' all the same
+        places, score = chunk.retained_places(*given, number, score, rule)
     if rule.gates is not None:
         q = rule.gates.of_one_product(q, q.shape[2] // k.shape[1])
-    given = tuple(x.detach() for x in (q, k, number, score))
     if rule.policy is received_attention:
         sizes = rule.block, rule.first, rule.window, DECAY, rule.scale, rule.softcap
-        places, score = kernels.retained_places(*given, *sizes)
-    else:
-        places, score = chunk.retained_places(
-            q.detach(), k.detach(), v.detach(), number, score, rule
-        )
+        places, score = kernels.retained_places(q.detach(), k.detach(), number, score, *sizes)
     o, mass = kernels.retained_attention(q, k, v, number, places, rule.scale, rule.softcap)
     return o, mass, places[:, :, -1], score
 

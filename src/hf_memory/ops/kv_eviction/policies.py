@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 DECAY = 0.8  # of what an entry was worth, for each block
+LEAST_REST = 1e-3  # the least that is left of a softmax without an entry
 
 
 @dataclass
@@ -37,3 +38,24 @@ EvictionPolicy = Callable[[Block], Tensor]  # of a block: what its entries are w
 def received_attention(block: Block) -> Tensor:
     """A moving average of the attention that an entry receives: u <- 0.8 u + sum_i p_ij, over the block's queries."""
     return DECAY * block.score + block.weights.sum((2, 3))
+
+
+def change_of_output(block: Block) -> Tensor:
+    """How far outputs of the block's queries would move without an entry, in squares, as a moving average.
+
+    Without entry j, o_i becomes o_i + p_ij / (1 - p_ij) (o_i - v_j), exactly.
+    """
+    p = block.weights
+    odds = (p / (1 - p).clamp(min=LEAST_REST)).square()
+    outputs = block.outputs.to(p.dtype)
+    values = block.values.to(p.dtype)
+    products = outputs @ values.mT[:, :, None]
+    distances = outputs.square().sum(-1, keepdim=True) - 2 * products
+    distances = distances + values.square().sum(-1)[:, :, None, None]
+    return DECAY * block.score + (odds * distances.clamp_(min=0)).sum((2, 3))
+
+
+def random_choice(block: Block) -> Tensor:
+    """Any number that an entry has for good, the same in each head: what other policies are compared with."""
+    hashed = (block.number.long() * 2654435761) % 2**32
+    return (hashed.to(block.score.dtype) + 1) / 2**32
