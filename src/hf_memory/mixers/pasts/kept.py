@@ -33,6 +33,7 @@ from hf_memory.ops.kv_eviction import (
 )
 from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import Tokens
+from hf_memory.ops.rows import Rows
 
 
 class Entries(NamedTuple):
@@ -295,11 +296,28 @@ class Kept(NamedTuple):
                 self._end_blocks(new, alone, scores, of_row)
             return
         held = Entries.among(context.states, self.prefix)
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            self._keep_best(held, new.rows, scores, ends)
+            return
+
+        def keep_best(*given: Any) -> Tensor:
+            self._keep_best(Entries(*given[:-1]), new.rows, scores, given[-1])
+            return given[-1].any()
+
+        def keep_all(*given: Any) -> Tensor:
+            return given[-1].any()
+
+        # in a graph, which has both branches; what is changed in place is not copied
+        torch.cond(ends.any(), keep_best, keep_all, (*held, ends))
+
+    def _keep_best(self, held: Entries, rows: Rows, scores: Scores, ends: Tensor) -> None:
+        """The same for entries as they are stored, of which some rows end a block, [B or 1, 1, 1] bool."""
         keys, values, number = held.rows
         n = self.stay
-        k, v = new.before(keys, values)
+        like = held.queries
+        k, v = rows.numbers(keys, values, like, like)
         B, H = number.shape[:2]
-        q = held.queries.reshape(B, H, -1, held.queries.shape[3]).to(k.dtype)
+        q = like.reshape(B, H, -1, like.shape[3])
         before = F.pad(held.score, (0, self.block))
         now = score_after(q, k, v, number, before, self._rule(scores))
         worth = torch.where(ends, now, before)
