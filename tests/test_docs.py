@@ -5,6 +5,7 @@ import json
 import pkgutil
 import re
 import shlex
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -92,6 +93,33 @@ def run_page(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
 def test_code_runs(page, run_page):
     run_page(page)
+
+
+OWN_LOADS = re.compile(r"""pipeline\(.*model="student"|from_pretrained\("(?:student|my_model)""")
+
+
+@every_page
+def test_code_that_loads_our_models_imports_the_package_in_the_same_section(page):
+    """A reader runs a section in a fresh process, without what tests have imported."""
+    for section in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        code = "".join(re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
+        if found := OWN_LOADS.search(code):
+            before = code[: found.start()]
+            assert re.search(r"^(import|from) hf_memory", before, re.MULTILINE), section[:80]
+
+
+def test_the_start_page_names_every_extra_for_users():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {*project["optional-dependencies"]} - {"test", "docs", "notebook", "dev"}
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert {extra for extra in extras if f"| `{extra}` |" not in page} == set()
+
+
+def test_a_checkpoint_that_a_page_names_is_written_by_its_command():
+    page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    (steps,) = re.findall(r"--save_steps (\d+)", page)
+    (number,) = re.findall(r"checkpoint-(\d+)", page)
+    assert int(number) % int(steps) == 0
 
 
 def test_a_loaded_memory_goes_on_as_the_page_says(run_page):

@@ -11,6 +11,7 @@ from matplotlib.colors import to_rgb
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cases import WORDS, Case, make_config, make_model, word_tokenizer
+from hf_memory import conversion, decoding, evaluation
 from hf_memory.conversion import (
     Recipe,
     Run,
@@ -37,6 +38,7 @@ from hf_memory.evaluation import (
 )
 from hf_memory.evaluation.estimates import Share
 from hf_memory.export import NotExportable, find_target
+from hf_memory.ops import OPS
 from teachers import FAST, make_teacher
 
 STEP = "steps=1,batch_size=1,length=8"
@@ -528,3 +530,56 @@ def test_shares_of_needles_have_intervals_that_are_not_empty():
 def test_every_model_of_a_picture_has_a_color_of_its_own():
     colors = {to_rgb(plots._color(i)) for i in range(30)}
     assert len(colors) == 30
+
+
+PLACES = torch.arange(600) % 60
+ONCE = Schedule(1, 1e-3, batch_size=1, length=32)
+OF_MODELS = {  # functions that take a model, called with a name in its place
+    "perplexity": lambda: evaluation.perplexity("student", PLACES),
+    "agreement": lambda: evaluation.agreement("student", make_teacher(), PLACES),
+    "copy_gain": lambda: evaluation.copy_gain("student", PLACES),
+    "cost": lambda: evaluation.cost("student", 20),
+    "cache_bytes_after": lambda: evaluation.cache_bytes_after("student", 20),
+    "convert": lambda: conversion.convert("student", PLACES, Recipe("linear")),
+    "make_student": lambda: conversion.make_student("student"),
+    "distill": lambda: conversion.distill("student", make_teacher(), PLACES, ONCE),
+    "distill from": lambda: conversion.distill(make_model(PLAIN), "student", PLACES, ONCE),
+    "attention_transfer": lambda: conversion.attention_transfer(
+        "student", make_teacher(), PLACES, ONCE
+    ),
+    "fine_tune": lambda: conversion.fine_tune("student", PLACES, ONCE),
+    "train": lambda: conversion.train("student", PLACES, ONCE),
+    "build_datastore": lambda: decoding.build_datastore("student", PLACES, "nowhere"),
+    "EarlyExit": lambda: decoding.EarlyExit("student"),
+    "calibrate": lambda: decoding.calibrate("student", PLACES.expand(200, -1)),
+    "fit_classifier": lambda: decoding.fit_classifier("student", PLACES[None]),
+}
+
+
+@pytest.mark.parametrize("name", OF_MODELS)
+def test_a_name_in_place_of_a_model_is_refused(name):
+    expected = r"(model|teacher|student) must be a model, got str 'student': load it first, as with"
+    with pytest.raises(ValueError, match=expected):
+        OF_MODELS[name]()
+
+
+@pytest.mark.parametrize("tokens", [PLACES.numpy(), PLACES.tolist()], ids=["array", "list"])
+@pytest.mark.parametrize("measure", [evaluation.perplexity, evaluation.copy_gain])
+def test_a_text_that_is_no_tensor_is_refused(measure, tokens):
+    expected = r"tokens must be a Text or a tensor \[T\] of whole numbers, got (ndarray|list)"
+    with pytest.raises(ValueError, match=expected):
+        measure(make_model(PLAIN), tokens)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("kind", ["ndarray", "list"])
+def test_inputs_of_ops_that_are_no_tensors_are_refused(op, kind):
+    given = op.example(B=1, T=4, H=1, HV=1, K=8, V=8)
+    floats = [
+        name for name, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]
+    for name in floats:
+        x = given[name].detach().float()
+        other = given | {name: x.numpy() if kind == "ndarray" else x.tolist()}
+        with pytest.raises(ValueError, match=rf"{name} must be a .*[Tt]ensor.*, got {kind}"):
+            op.op(**other, backend="reference")

@@ -19,6 +19,7 @@ from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options
 from hf_memory.conversion.untrained import untrained_student
 from hf_memory.files.text import Text
+from hf_memory.modeling.any_model import check_model
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import History
 
@@ -69,6 +70,7 @@ def convert(
             recipe, or a loss is not finite.
         OSError: if a file cannot be written.
     """
+    check_model("teacher", teacher)
     plan = recipe if isinstance(recipe, Plan) else _plan_of(recipe, teacher, tokens, scorer)
     _check_same(plan, teacher, tokens)
     if (scorer and scorer.config.vocab_size) != (plan.scorer and plan.scorer.vocab_size):

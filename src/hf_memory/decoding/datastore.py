@@ -19,7 +19,7 @@ from hf_memory.decoding.parts import decoder_layers, feed_forward
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.folders import check_regular, folder_lock, replaced
 from hf_memory.files.text import Text
-from hf_memory.modeling.any_model import in_eval_mode
+from hf_memory.modeling.any_model import check_model, in_eval_mode
 from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
 
@@ -244,6 +244,7 @@ def build_datastore(
     Raises:
         ValueError: if there are too few tokens, the folder is in use, or the model has no such module.
     """
+    check_model("model", model)
     folder = Path(folder)
     text = Text.of(tokens)
     if text.tokens.ndim != 1 or len(text) < 2:

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from hf_memory.cache_argument import cache_name, cache_of
 from hf_memory.decoding.parts import Attached, decoder_layers, feed_forward, last_norm
 from hf_memory.mixers.base import MemoryMixer
-from hf_memory.modeling.any_model import head, in_eval_mode
+from hf_memory.modeling.any_model import check_model, head, in_eval_mode
 from hf_memory.modeling.checks import check
 
 CONFIDENCES = ("softmax", "cosine")
@@ -67,6 +67,7 @@ class EarlyExit(Attached):
         states: Literal["copied", "exact"] = "copied",
     ):
         super().__init__()
+        check_model("model", model)
         if getattr(model.config, "depth", "fixed") != "fixed":
             raise ValueError(
                 f"model must run its layers one after the other, got depth={model.config.depth!r}"

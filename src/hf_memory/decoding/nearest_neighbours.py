@@ -12,7 +12,7 @@ from hf_memory.decoding.parts import Attached
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.text import Text
 from hf_memory.layers import upcast
-from hf_memory.modeling.any_model import in_eval_mode, named_arguments
+from hf_memory.modeling.any_model import check_model, in_eval_mode, named_arguments
 from hf_memory.modeling.base import kept_positions
 from hf_memory.modeling.checks import check
 
@@ -48,6 +48,7 @@ class Beside(Attached):
 
     def __init__(self, model: PreTrainedModel, datastore: Datastore, k: int):
         super().__init__()
+        check_model("model", model)
         check(k >= 1, "k", "at least 1", k)
         if datastore.fingerprint != model_fingerprint(model.base_model, torch.bfloat16):
             raise ValueError(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_memory.evaluation.counts import check_counts
 from hf_memory.evaluation.estimates import Estimate, exp_of_mean
 from hf_memory.files.text import Text, check_length
-from hf_memory.modeling.any_model import in_eval_mode
+from hf_memory.modeling.any_model import check_model, in_eval_mode
 from hf_memory.modeling.checks import check
 
 BUDGET = 2**16  # number of tokens that a measure reads by default
@@ -290,6 +290,7 @@ def _logits(
 
     They have no more than SLICE logits, unless one place has more, and are views of no more than WHOLE.
     """
+    check_model("model", model)
     B, T = input_ids.shape
     V = model.config.get_text_config().vocab_size
     size = max(1, SLICE // (B * V))

@@ -66,6 +66,7 @@ class Text:
     @classmethod
     def of(cls, tokens: "Text | Tensor") -> "Text":
         """The text itself, or that of tokens [T] before which nothing is written."""
+        check_text(tokens)
         return tokens if isinstance(tokens, Text) else cls(tokens)
 
     @classmethod

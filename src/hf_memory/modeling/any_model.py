@@ -51,9 +51,17 @@ def named_arguments(model: nn.Module, args: tuple, given: Mapping[str, Any]) -> 
     return dict(zip(signature(model.forward).parameters, args)) | dict(given)
 
 
+def check_model(name: str, model: Any) -> None:
+    """Raise ValueError unless an argument is a model, and not the name of one."""
+    if not isinstance(model, nn.Module):
+        how = "load it first, as with AutoModelForCausalLM.from_pretrained"
+        raise ValueError(f"{name} must be a model, got {type(model).__name__} {model!r}: {how}")
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """A context in which a model evaluates, without dropout; afterwards each of its parts trains that did before."""
+    check_model("model", model)
     training = [x for x in model.modules() if x.training]
     model.eval()
     try:

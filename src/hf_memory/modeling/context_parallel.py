@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from hf_memory.cache import Inputs, MemoryLayer, Packed, Spec, States, rows_of
 from hf_memory.cache_argument import named_cache
 from hf_memory.cache_bits import ALL_BITS
-from hf_memory.modeling.any_model import named_arguments
+from hf_memory.modeling.any_model import check_model, named_arguments
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.chunks import check_divisible
 
@@ -52,6 +52,7 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[None]:
 
 def _language_model(model: nn.Module) -> nn.Module:
     """The model of this package that a module is or has, if it gives a prediction or a state for each token."""
+    check_model("model", model)
     found = next((x for x in model.modules() if isinstance(x, MemoryPreTrainedModel)), model)
     if not isinstance(found, MemoryForCausalLM | MemoryModel):
         raise ValueError(

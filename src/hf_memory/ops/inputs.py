@@ -44,6 +44,8 @@ def check_inputs(
     Raises:
         ValueError: if a shape or dtype is wrong; the message names the argument.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_is_tensor(name, x)
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got shape {tuple(q.shape)}")
     B, T, H, K = q.shape
@@ -66,8 +68,15 @@ def check_inputs(
     return Dims(B, T, H, v.shape[2], K, v.shape[3], N)
 
 
+def check_is_tensor(name: str, x: Any) -> None:
+    """Raise ValueError unless `x` is a tensor of torch, and not an array or a list."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
 def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], *, like: Tensor) -> None:
     """Raise ValueError unless `x` has this shape and is on the device of `like`."""
+    check_is_tensor(name, x)
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
     if x.device != like.device:
@@ -81,6 +90,7 @@ def check_gate(
     scalar_shape = (dims.B, dims.T, dims.HV)
     if g is None:
         return None
+    check_is_tensor(name, g)
     if vector and tuple(g.shape) == (*scalar_shape, dims.K):
         return check_tensor(name, g, tuple(g.shape), like=like)
     if tuple(g.shape) != scalar_shape:

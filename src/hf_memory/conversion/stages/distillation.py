@@ -22,7 +22,7 @@ from hf_memory.conversion.stages.fine_tuning import trained
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import TRAINING, StageTrainer, run_trainer
 from hf_memory.files.text import Text
-from hf_memory.modeling.any_model import head
+from hf_memory.modeling.any_model import check_model, head
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import History
 
@@ -122,6 +122,8 @@ def distill(
         seed: seed for the order of the windows, and for LoRA.
         run: checkpoints, progress reports and options of the Trainer.
     """
+    check_model("student", student)
+    check_model("teacher", teacher)
     data = TokenWindows(tokens, schedule, seed)
     how: dict = {"temperature": temperature, "cross_entropy": cross_entropy}
     belongs_to = {"student": student, "teacher": teacher, "train": train, **how}

@@ -22,6 +22,7 @@ from hf_memory.conversion.stages.trainer import (
 )
 from hf_memory.files.folders import written
 from hf_memory.files.text import Text, check_length, check_tokens
+from hf_memory.modeling.any_model import check_model
 from hf_memory.modeling.checks import check
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.progress import History
@@ -62,6 +63,7 @@ def fine_tune(
             other arguments, or a loss is not finite.
         OSError: if the adapter or a checkpoint cannot be written.
     """
+    check_model("student", student)
     check_fine_tuning(tokens, student.config, schedule)
     if adapter and lora_rank is None:
         raise ValueError(f"adapter must not be given without lora_rank, got {adapter}")

@@ -27,6 +27,7 @@ from hf_memory.convertible import Convertible
 from hf_memory.files.folders import written
 from hf_memory.files.ram import memory_held
 from hf_memory.files.text import Text
+from hf_memory.modeling.any_model import check_model
 from hf_memory.progress import History, Progress
 
 TRAINING = "training"
@@ -172,6 +173,7 @@ def train(
     run: Run = Run(),
 ) -> History:
     """Train a model to predict the next token of a text; arguments and returns are those of `attention_transfer`."""
+    check_model("model", model)
     data = TokenWindows(tokens, schedule, seed)
     return run_trainer(StageTrainer, model, data, name, run, {"model": model}, optimizer=optimizer)
 

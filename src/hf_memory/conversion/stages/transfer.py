@@ -17,6 +17,7 @@ from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import StageTrainer, only_these_learn, run_trainer
 from hf_memory.files.text import Text
+from hf_memory.modeling.any_model import check_model
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.packing import packed_boundaries
 from hf_memory.progress import History
@@ -114,6 +115,8 @@ def attention_transfer(
     Returns:
         The losses, [{"step", "loss"}, ...].
     """
+    check_model("student", student)
+    check_model("teacher", teacher)
     data = TokenWindows(tokens, schedule, seed)
     models = {"student": student, "teacher": teacher}
     with sharded_teacher(teacher.eval()) as teacher:

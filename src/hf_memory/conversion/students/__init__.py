@@ -11,7 +11,7 @@ from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.teachers import shared_options, with_one_rope
 from hf_memory.files.names import nearest
 from hf_memory.modeling import FAMILIES, Family
-from hf_memory.modeling.any_model import layer_types
+from hf_memory.modeling.any_model import check_model, layer_types
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 
@@ -217,6 +217,7 @@ def make_student(
     Raises:
         ValueError: if the teacher or the family is not supported, or a layer does not exist.
     """
+    check_model("teacher", teacher)
     kept = Keep.parse(keep).layers_of(teacher.config.num_hidden_layers)
     return build(student_config(teacher.config, to, kept, options), teacher, seed)
 

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from hf_memory.ops.dispatch import Backend, choose_backend
 from hf_memory.ops.exported import varies
-from hf_memory.ops.inputs import check_gate, check_inputs, check_tensor, named_state
+from hf_memory.ops.inputs import (
+    check_gate,
+    check_inputs,
+    check_is_tensor,
+    check_tensor,
+    named_state,
+)
 from hf_memory.ops.layout import PIECE, per_sequence, without_padding
 from hf_memory.ops.log_linear_attention import chunk, reference
 from hf_memory.ops.log_linear_attention.reference import LogLinearState
@@ -60,6 +66,7 @@ def log_linear_attention(
     Source: https://arxiv.org/abs/2506.04761.
     """
     dims = check_inputs(q, k, v, cu_seqlens)
+    check_is_tensor("level_weights", level_weights)
     L = max(1, level_weights.shape[-1] - 1)
     check_tensor("level_weights", level_weights, (dims.B, dims.T, dims.HV, L + 1), like=q)
     check_gate("beta", beta, dims, like=q)

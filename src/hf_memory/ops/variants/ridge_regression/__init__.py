@@ -60,8 +60,9 @@ def ridge_regression(
         o [B, T, HV, V] in the dtype of q, and the final state or None.
     """
     dims = check_inputs(q, k, v, cu_seqlens)
+    check_gate("beta", beta, dims, like=q)
     alpha = torch.ones_like(beta) if alpha is None else alpha
-    for name, x in (("beta", beta), ("g", g), ("alpha", alpha)):
+    for name, x in (("g", g), ("alpha", alpha)):
         check_gate(name, x, dims, like=q)
     if ridge is None and ratio <= 0:
         raise ValueError(f"ratio must be positive without ridge, got {ratio}")
