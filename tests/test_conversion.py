@@ -36,9 +36,10 @@ from hf_memory.conversion import (
     report,
     resolve,
 )
+from hf_memory.conversion.defaults import SERVABLE
 from hf_memory.conversion.stages.divergence import divergence, last_hidden_states
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
-from hf_memory.conversion.students import SERVABLE, STUDENTS
+from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.evaluation import OF_CARD, Subject, agreement, evaluate, lengths_beyond
 from hf_memory.files.text import start_of
@@ -226,7 +227,7 @@ EVERY_STUDENT = [
 ]
 EVERY_STUDENT += [
     ("transformer", {"past": "memorizing", "sliding_window": 4, "memory_size": 8}),
-    ("attention", {"sliding_window": 2, "num_sink_tokens": 1}),
+    ("attention", {"sliding_window": 2, "num_sink_tokens": 1, "num_kept_tokens": 0}),
 ]
 every_student = pytest.mark.parametrize(
     ("to", "options"), EVERY_STUDENT, ids=[f"{a}{b}" for a, b in EVERY_STUDENT]
