@@ -85,7 +85,10 @@ def with_long_rope(positions):
 @pytest.mark.parametrize("positions", [24, 96])
 @pytest.mark.parametrize(
     ("to", "options"),
-    [("linear", {"keep": (0, 1)}), ("attention", {"keep": (0,), "sliding_window": 4096})],
+    [
+        ("linear", {"keep": (0, 1)}),
+        ("attention", {"keep": (0,), "sliding_window": 4096, "cache_bits": None}),
+    ],
 )
 @torch.no_grad()
 def test_a_student_of_a_teacher_with_long_rope_has_its_angles_up_to_where_they_change(
