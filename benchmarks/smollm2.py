@@ -62,7 +62,6 @@ CONTEXT = 8192  # tokens of the caches
 RETRIEVE = "17,18,20,21,22,23,24"  # layers that hold all of the nine heads that retrieve most
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
     "8 of 90 heads that answers need, window 64, kept tokens by layer in 8 bits, practice": "smollm2",
-    "1/11 of heads, window 275, 2,048 tokens, virtual token, no memory": "smollm2-heads",
     "7 of 30 layers, those that predictions need, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
     "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
 }

@@ -274,12 +274,13 @@ LLAMA = {
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 64,
     "max_position_embeddings": 4096,
 }
 MIXED = {"layer_types": [*["sliding_attention"] * 5, "full_attention"], "sliding_window": 512}
 TEACHERS_WITH_WINDOWS = {
     "none": LlamaConfig(**LLAMA),
-    "some": Gemma3TextConfig(**LLAMA, head_dim=8, **MIXED),
+    "some": Gemma3TextConfig(**LLAMA, **MIXED),
     "all": MistralConfig(**LLAMA, sliding_window=1024),
     "all, short": MistralConfig(**LLAMA, sliding_window=100),
     "all, no longer than the student's": MistralConfig(**LLAMA, sliding_window=8),
