@@ -173,7 +173,8 @@ def with_stages(
         text: the text.
         has_new_parts: whether the student has parts that its teacher does not have.
     """
-    begins_near = recipe.to == "attention" and any(getattr(student, "kept_tokens", ()))
+    keeps = any(any(numbers) for numbers in getattr(student, "kept_tokens", ()))
+    begins_near = recipe.to == "attention" and keeps
     usual = dict(zip(STAGES, (TRANSFER, NEAR if begins_near else DISTILLATION, FINE_TUNING)))
     positions = getattr(student, "max_position_embeddings", None) or len(text)
     stages = {

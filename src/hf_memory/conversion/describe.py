@@ -363,14 +363,13 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 def _kept_tokens(student: Any) -> list[int]:
     """The number of older tokens that each key-value head with a window keeps, if it keeps some."""
     full = getattr(student, "full_attention_heads", None) or [[]] * student.num_hidden_layers
-    layers = zip(
-        getattr(student, "layer_types", None) or (), getattr(student, "kept_tokens", ()), full
-    )
+    kinds = getattr(student, "layer_types", None) or ()
+    layers = zip(kinds, getattr(student, "kept_tokens", ()), full)
     return [
-        kept
-        for kind, kept, heads in layers
-        for _ in range(student.num_key_value_heads - len(heads))
-        if kind == "sliding_heads" and kept
+        number
+        for kind, numbers, heads in layers
+        for head, number in enumerate(numbers)
+        if kind == "sliding_heads" and head not in heads and number
     ]
 
 

@@ -96,7 +96,8 @@ def ranked_heads(
     # In the ranking, a longer window stands for kept tokens: which tokens a head would keep is not known in a teacher
     # with plain attention, but the head then sees as many. Likewise first tokens stand for sinks.
     config: Any = plan.student
-    mean_kept = sum(config.kept_tokens) // config.num_hidden_layers
+    kept = [number for numbers in config.kept_tokens for number in numbers]
+    mean_kept = sum(kept) // len(kept)
     window = (config.sliding_window or WINDOW) + mean_kept
     in_their_place = SINKS if config.attention_sinks else 0
     first = config.num_sink_tokens or in_their_place
