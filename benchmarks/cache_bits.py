@@ -165,7 +165,7 @@ def untrained(teacher: PreTrainedModel, student: Student) -> PreTrainedModel:
 def teacher_in_bits(teacher: PreTrainedModel, bits: int) -> PreTrainedModel:
     """The teacher as a model of ours whose layers all keep their attention."""
     layers = tuple(range(teacher.config.num_hidden_layers))
-    same = make_student(teacher, to="attention", keep=layers, num_sink_tokens=0, num_kept_tokens=0)
+    same = make_student(teacher, to="attention", keep=layers)
     carry_over(same, teacher)
     same.config.cache_bits = bits
     return same.eval()

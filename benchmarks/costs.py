@@ -33,7 +33,7 @@ ROWS = Schedule(2, 1e-4, 1, 2048)
 HEADS = {
     "to": "attention",
     "keep": "heads:1/11",
-    "options": {"sliding_window": 256},
+    "options": {"sliding_window": 256, "num_kept_tokens": 0, "cache_bits": None},
     "transfer": NONE,
 }
 WHOLE = {"to": "deltanet", "keep": "none", "options": {"gate": "scalar"}}

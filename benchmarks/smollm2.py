@@ -47,6 +47,7 @@ from hf_memory.conversion import (  # noqa: E402
     resolve,
     write_model,
 )
+from hf_memory.conversion.defaults import DISTILLATION, TRANSFER  # noqa: E402
 from hf_memory.evaluation import agreement, bytes_per_token, cache_share, copy_gain  # noqa: E402
 from hf_memory.files.fingerprints import tokens_fingerprint  # noqa: E402
 from hf_memory.files.text import Text  # noqa: E402
@@ -61,10 +62,10 @@ CONTEXT = 8192  # tokens of the caches
 RETRIEVE = "17,18,20,21,22,23,24"  # layers that hold all of the nine heads that retrieve most
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
     "8 of 90 heads that answers need, window 64, kept tokens by layer in 8 bits, practice": "smollm2",
-    "1/11 of heads, window 275, 2,048 tokens, virtual token, no memory": "smollm2-heads",
     "7 of 30 layers, those that predictions need, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
     "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
 }
+ALONE = {"num_kept_tokens": 0, "cache_bits": None}  # a window
 START = "<!-- smollm2 -->"
 END = "<!-- /smollm2 -->"  # around the table
 DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
@@ -73,14 +74,13 @@ DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 def recipe_of(file: Path) -> tuple[Recipe, int]:
     """A recipe of a file, and how many tokens of the text it reads."""
     run = yaml.safe_load(file.read_text(encoding="utf-8"))
-    usual = Recipe(run.get("to", "attention"), options=run["option"]).schedules
-    stages = {
-        name: read_schedule(
-            name, usual[name], [f"{field}={value}" for field, value in run[name].items()]
-        )
-        for name in ("transfer", "distillation")
+    usual = {"transfer": TRANSFER, "distillation": DISTILLATION}
+    given = {
+        name: read_schedule(name, [f"{field}={value}" for field, value in run[name].items()])
+        for name in usual
     }
-    same = {name: run[name] for name in ("to", "train") if name in run}
+    stages = {name: usual[name]._replace(**given[name].given) for name in usual}
+    same = {name: run[name] for name in ("to", "train", "servable") if name in run}
     return Recipe(keep=run["keep"], options=run["option"], **same, **stages), run["max-tokens"]
 
 
@@ -90,6 +90,7 @@ def without_memory(recipe: Recipe) -> Recipe:
     return replace(
         recipe,
         to="attention",
+        options={**recipe.options, **ALONE},
         transfer=recipe.transfer._replace(steps=0),
         distillation=recipe.distillation._replace(steps=steps),
     )
@@ -141,7 +142,8 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         to="attention",
         train="all",
         keep="retrieval:1/11",
-        options={"sliding_window": 263, "attention_sinks": True},  # as many bytes as the best
+        # as many bytes as the best
+        options={"sliding_window": 263, "attention_sinks": True, **ALONE},
         transfer=Schedule(24, 4e-2, 1, 1024, warmup=0.1),
         distillation=Schedule(24, 1.2e-4, 1, 2048, memory_factor=40, warmup=0.1, repeats=0.3),
     )
@@ -346,7 +348,7 @@ def measured(
 
 def read(recipe: Recipe) -> int:
     """Tokens that a recipe trains on."""
-    return sum(x.steps * x.batch_size * x.length for x in recipe.schedules.values())
+    return sum(x.steps * x.batch_size * x.length for x in (recipe.transfer, recipe.distillation))
 
 
 def described(name: str, row: dict) -> str:

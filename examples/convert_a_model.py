@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads tha
 
 from hf_memory.conversion import (
     Recipe,
+    Schedule,
     convert,
     load_teacher,
     load_tokenizer,
@@ -33,7 +34,7 @@ held_out = tokens[-len(tokens) // 10 :]
 learned_from = tokens[: len(tokens) - len(held_out)]
 
 # Without more, one key-value head of eleven keeps everything: those that predictions need most.
-steps = Recipe().distillation._replace(steps=arguments.steps, length=arguments.length)
+steps = Schedule.with_some(steps=arguments.steps, length=arguments.length)
 converted = convert(teacher, learned_from, Recipe(distillation=steps))
 for name, value in plan_rows(converted.plan):
     print(f"{name:26}{value}")

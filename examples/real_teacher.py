@@ -31,7 +31,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_memory.conversion import Recipe, load_teacher, load_tokenizer
+from hf_memory.conversion import load_teacher, load_tokenizer
+from hf_memory.conversion.defaults import DISTILLATION, FINE_TUNING, TRANSFER
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs"
@@ -178,12 +179,12 @@ def prose(text: str) -> list[str]:
 
 
 def tokens_to_learn(recipe_file: Path) -> int:
-    """How many tokens the stages that a recipe names read; settings that it leaves out are those of `Recipe`."""
+    """How many tokens the stages that a recipe names read; settings that it leaves out have their defaults."""
     settings = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
-    stages = {stage.replace("_", "-"): schedule for stage, schedule in Recipe().schedules.items()}
+    usual = {"transfer": TRANSFER, "distillation": DISTILLATION, "fine-tuning": FINE_TUNING}
     schedules = [
         schedule._replace(**settings[stage])
-        for stage, schedule in stages.items()
+        for stage, schedule in usual.items()
         if stage in settings
     ]
     return sum(x.steps * x.batch_size * x.length for x in schedules)

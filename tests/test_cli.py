@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, pipeline
 
 from hf_memory.cli.options import read_pairs
-from hf_memory.conversion import Recipe, Schedule
+from hf_memory.conversion import Schedule, defaults
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
 from hf_memory.evaluation import evaluate, tasks
 from hf_memory.files.folders import folder_lock
@@ -60,8 +60,12 @@ def test_the_default_is_what_the_documentation_advises(run, teacher, text, tmp_p
     run_file = yaml.safe_load((output / "run.yaml").read_text())
     assert run_file["to"] == "attention"
     assert run_file["keep"] == "heads:1/11"
-    assert not {"transfer", "fine-tuning"} & set(run_file)  # which did not run
-    distillation = {"learning_rate": 1e-4, "batch_size": 1, "length": 64, "repeats": 0.3}
+    assert run_file["transfer"]["steps"] == run_file["fine-tuning"]["steps"] == 0
+    assert run_file["train"] == "attention"
+    options = read_pairs(run_file["option"])
+    assert options["num_kept_tokens"] == 371
+    assert options["cache_bits"] == 8
+    distillation = {"learning_rate": 3e-5, "batch_size": 1, "length": 64, "repeats": 0.3}
     assert distillation.items() <= run_file["distillation"].items()
     config = json.loads((output / "config.json").read_text())
     assert sum(map(len, config["full_attention_heads"])) == 1
@@ -95,7 +99,7 @@ def test_a_goal_decides_what_is_kept(run, teacher, text, tmp_path):
     assert list(tmp_path.iterdir()) == []
     for flags, message in (
         (["kl=x"], "goal must be kl=NUMBER"),
-        (["kl=1", "--keep", "1"], "not be given with keep"),
+        (["kl=1", "--keep", "1"], "goal must be given without keep"),
     ):
         code, _, err = run(*command, *short, "--goal", *flags)
         assert message in err
@@ -308,15 +312,21 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     described = yaml.safe_load((first / "run.yaml").read_text())
     assert described["teacher"] == str(teacher)
     assert described["text"] == [f"{text}=0.5"]
-    assert described["option"] == ["gate=scalar", "memory_rope=false"]
+    assert read_pairs(described["option"]) == {
+        "gate": "scalar",
+        "memory_rope": False,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "output_gate": "sigmoid",
+    }
     assert described["keep"] == "1"
     assert described["seed"] == 3
     assert described["cross-entropy"] == 0.5
     assert json.loads((first / "results.json").read_text())["recipe"]["cross_entropy"] == 0.5
     given = {"steps": 2, "batch_size": 2, "length": 32}  # other fields have their defaults
-    assert described["transfer"] == {**Recipe().transfer._asdict(), **given}
-    assert described["distillation"] == {**Recipe("gated").distillation._asdict(), **given}
-    assert not {"config", "overwrite", "fine-tuning"} & set(described)
+    assert described["transfer"] == {**defaults.TRANSFER._asdict(), **given}
+    assert described["distillation"] == {**defaults.DISTILLATION._asdict(), **given}
+    assert not {"config", "overwrite"} & set(described)
 
     assert run("convert", "--config", first / "run.yaml", "--output", second)[0] == 0
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()

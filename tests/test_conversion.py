@@ -36,9 +36,10 @@ from hf_memory.conversion import (
     report,
     resolve,
 )
+from hf_memory.conversion.defaults import SERVABLE
 from hf_memory.conversion.stages.divergence import divergence, last_hidden_states
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
-from hf_memory.conversion.students import SERVABLE, STUDENTS
+from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.evaluation import OF_CARD, Subject, agreement, evaluate, lengths_beyond
 from hf_memory.files.text import start_of
@@ -84,7 +85,10 @@ def with_long_rope(positions):
 @pytest.mark.parametrize("positions", [24, 96])
 @pytest.mark.parametrize(
     ("to", "options"),
-    [("linear", {"keep": (0, 1)}), ("attention", {"keep": (0,), "sliding_window": 4096})],
+    [
+        ("linear", {"keep": (0, 1)}),
+        ("attention", {"keep": (0,), "sliding_window": 4096, "cache_bits": None}),
+    ],
 )
 @torch.no_grad()
 def test_a_student_of_a_teacher_with_long_rope_has_its_angles_up_to_where_they_change(
@@ -226,7 +230,7 @@ EVERY_STUDENT = [
 ]
 EVERY_STUDENT += [
     ("transformer", {"past": "memorizing", "sliding_window": 4, "memory_size": 8}),
-    ("attention", {"sliding_window": 2, "num_sink_tokens": 1}),
+    ("attention", {"sliding_window": 2, "num_sink_tokens": 1, "num_kept_tokens": 0}),
 ]
 every_student = pytest.mark.parametrize(
     ("to", "options"), EVERY_STUDENT, ids=[f"{a}{b}" for a, b in EVERY_STUDENT]

@@ -2,16 +2,20 @@
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from cases import PRODUCT_KEYS
 from hf_memory import DeltaNetConfig, conversion
 from hf_memory.cli.progress import Lines
 from hf_memory.conversion import (
+    SIZES,
     Recipe,
     Run,
+    Schedule,
     check_run,
     make_student,
     plan_rows,
@@ -22,7 +26,7 @@ from hf_memory.conversion.describe import ways_to_serve
 from hf_memory.conversion.report import model_card
 from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.students.starts import start_near
-from hf_memory.evaluation.efficiency import BYTES, READ, WRITTEN
+from hf_memory.evaluation.efficiency import BYTES, READ, WRITTEN, cache_share
 from hf_memory.evaluation.scores import CANNOT
 from hf_memory.progress import Progress
 from teachers import SCHEDULE, convert, make_teacher, text
@@ -30,6 +34,7 @@ from teachers import SCHEDULE, convert, make_teacher, text
 NONE = SCHEDULE._replace(steps=0)
 STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
 MEMORIZING = {"past": "memorizing", "memory_join": "attention", "sliding_window": 12}
+ALONE = {"num_kept_tokens": 0, "cache_bits": None}  # a window
 FIXED = "a fixed size"
 GROWS = "grows with the text as fast as its teacher's"
 TRANSFER = "attention transfer"
@@ -255,38 +260,189 @@ def test_only_attention_learns_where_the_teacher_has_all_parts(to, options, trai
     assert (plan.stages[-1].learned < plan.student_parameters) is (train == "attention")
 
 
-@pytest.mark.parametrize(
-    ("to", "options", "steps", "rate"),
-    [
-        ("attention", {}, 20, 3e-5),
-        ("attention", {"num_kept_tokens": 100, "sliding_window": 32}, 20, 3e-5),
-        ("attention", {"sliding_window": 100}, 250, 1e-4),
-        ("attention", {"attention_sinks": True}, 250, 1e-4),
-        ("deltanet", {}, 250, 1e-4),
-    ],
-)
-def test_students_that_begin_near_their_teacher_learn_little_by_default(to, options, steps, rate):
-    usual = Recipe(to, options=options).distillation
-    assert (usual.steps, usual.learning_rate) == (steps, rate)
+DEFAULT = {
+    "sliding_window": 64,
+    "num_sink_tokens": 4,
+    "num_kept_tokens": 371,
+    "kept_block_size": 16,
+    "cache_bits": 8,
+}
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+MIXED = {"layer_types": [*["sliding_attention"] * 5, "full_attention"], "sliding_window": 512}
+TEACHERS_WITH_WINDOWS = {
+    "none": LlamaConfig(**LLAMA),
+    "some": Gemma3TextConfig(**LLAMA, **MIXED),
+    "all": MistralConfig(**LLAMA, sliding_window=1024),
+    "all, short": MistralConfig(**LLAMA, sliding_window=100),
+    "all, no longer than the student's": MistralConfig(**LLAMA, sliding_window=8),
+}
+
+
+def made(teacher=TEACHERS_WITH_WINDOWS["none"], **recipe):
+    """What a recipe makes of a teacher with long windows: the student's options, and its distillation."""
+    plan = resolve(Recipe(**recipe), teacher, text(4000))
+    options = {name: getattr(plan.student, name, None) for name in DEFAULT}
+    return options, plan.recipe.distillation
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+@pytest.mark.parametrize("keep", [None, "none", "auto", "1/2", "heads:1/2"])
+def test_an_option_at_its_default_value_changes_nothing(name, keep):
+    default = made(keep=keep)
+    assert default[0] == DEFAULT
+    assert made(keep=keep, options={name: DEFAULT[name]}) == default
 
 
 @pytest.mark.parametrize(
-    ("to", "options", "window", "kept", "bits"),
+    ("name", "value"),
     [
-        ("attention", {}, 64, 371, 8),
-        ("attention", {"cache_bits": None}, 64, 371, None),
-        ("attention", {"sliding_window": 100}, 100, 0, None),
-        ("attention", {"attention_sinks": True}, 256, 0, None),
-        ("deltanet", {}, 256, 0, None),
+        ("sliding_window", 128),
+        ("num_sink_tokens", 8),
+        ("num_kept_tokens", 96),
+        ("num_kept_tokens", 0),
+        ("kept_block_size", 32),
+        ("cache_bits", None),
+        ("cache_bits", 4),
+        ("full_attention_window", 2560),
+        ("attention_dropout", 0.5),
     ],
 )
-def test_heads_with_windows_keep_tokens_unless_options_say_otherwise(
-    to, options, window, kept, bits
-):
-    student = resolve(Recipe(to, options=options), make_teacher("llama").config, text(4000)).student
-    assert student.sliding_window == window
-    assert getattr(student, "num_kept_tokens", 0) == kept
-    assert student.cache_bits == bits
+def test_an_option_changes_what_it_names(name, value):
+    options, distillation = made(options={name: value})
+    assert options == {**DEFAULT, **({name: value} if name in DEFAULT else {})}
+    assert distillation.steps == (250 if options["num_kept_tokens"] == 0 else 20)
+
+
+@pytest.mark.parametrize("to", [to for to in STUDENTS if to != "attention"])
+def test_a_preset_at_its_default_value_changes_nothing(to):
+    teacher = make_teacher().config
+    default = resolve(Recipe(to), teacher, text(4000))
+    for name, value in default.recipe.options.items():
+        again = resolve(Recipe(to, options={name: value}), teacher, text(4000))
+        assert again.student.to_dict() == default.student.to_dict()
+        assert again.recipe == default.recipe
+
+
+def test_a_window_of_none_is_not_given():
+    for to in ("attention", "deltanet"):
+        assert made(to=to, options={"sliding_window": None}) == made(to=to)
+
+
+def test_a_recipe_that_is_changed_is_one_that_is_made_so():
+    for to in STUDENTS:
+        changed = replace(Recipe(), to=to)
+        assert changed == Recipe(to)
+        plans = [resolve(x, make_teacher().config, text(4000)) for x in (changed, Recipe(to))]
+        assert plans[0].recipe == plans[1].recipe
+
+
+@pytest.mark.parametrize(
+    ("teacher", "layers", "options", "full_window", "keep"),
+    [
+        ("none", {"sliding_heads"}, DEFAULT, None, "heads:1/11"),
+        (
+            "some",
+            {"sliding_attention", "sliding_heads"},
+            DEFAULT | {"sliding_window": 512},
+            None,
+            "heads:2/3",
+        ),
+        ("all", {"sliding_heads"}, DEFAULT, 1024, "heads:1/11"),
+        ("all, short", {"sliding_heads"}, DEFAULT | {"num_kept_tokens": 16}, 100, "heads:1/11"),
+        (
+            "all, no longer than the student's",
+            {"sliding_heads"},
+            DEFAULT | {"num_kept_tokens": 0, "num_sink_tokens": 0, "sliding_window": 8},
+            8,
+            "heads:1/11",
+        ),
+    ],
+)
+def test_a_default_is_that_of_the_teacher(teacher, layers, options, full_window, keep):
+    plan = resolve(Recipe(), TEACHERS_WITH_WINDOWS[teacher], text(4000))
+    assert {*plan.student.layer_types} == layers
+    assert {name: getattr(plan.student, name) for name in DEFAULT} == options
+    assert plan.student.full_attention_window == full_window
+    assert str(plan.keep) == keep
+    assert plan.recipe.distillation.steps == (20 if options["num_kept_tokens"] else 250)
+    assert cache_share(plan.student, plan.teacher, 32768) <= 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "teacher", "said"),
+    [
+        ({"options": {"attention_sinks": True}}, "none", "num_sink_tokens is 0, since"),
+        ({"options": {"num_kept_tokens": 0}}, "none", "distillation has 250 steps, since"),
+        ({}, "some", "keep is heads:2/3, since few layers"),
+        ({}, "all", "full_attention_window is 1024, since no layer"),
+        ({"transfer": SCHEDULE}, "none", "--transfer has no effect"),
+        ({"to": "gated", "options": {"gate": "mamba2"}}, "none", "output_gate is its default"),
+        ({"to": "titans", "options": {"variant": "mal"}}, "none", "memory_gate is its default"),
+    ],
+)
+def test_a_plan_says_what_changed_a_default_and_why(recipe, teacher, said):
+    rows = plan_rows(resolve(Recipe(**recipe), TEACHERS_WITH_WINDOWS[teacher], text(4000)))
+    notes = [words for name, words in rows if name == "note"]
+    assert any(said in words for words in notes)
+
+
+def test_a_usual_plan_has_nothing_to_note():
+    for to in STUDENTS:
+        rows = plan_rows(resolve(Recipe(to), make_teacher().config, text(4000)))
+        assert [words for name, words in rows if name == "note"] == []
+
+
+def test_a_plan_has_all_options_of_its_student():
+    rows = dict(
+        plan_rows(
+            resolve(Recipe(options={"cache_bits": 4}), TEACHERS_WITH_WINDOWS["none"], text(4000))
+        )
+    )
+    assert rows["options given"] == "cache_bits=4"
+    assert "sliding_window=64, num_sink_tokens=4, num_kept_tokens=371" in rows["options by default"]
+
+
+def test_a_resolved_recipe_is_its_own_default():
+    """What is written of a run makes the same run under other defaults."""
+    for to, options in (("attention", {}), ("deltanet", {"gate": "scalar"}), ("titans", {})):
+        plan = resolve(Recipe(to, options=options), make_teacher().config, text(4000))
+        again = resolve(plan.recipe, plan.teacher, text(4000))
+        assert again.recipe == plan.recipe
+        assert again.stages == plan.stages
+        assert None not in {*plan.recipe.transfer, *plan.recipe.distillation, plan.recipe.train}
+
+
+def test_heads_that_are_given_are_not_chosen_again():
+    heads = [[], [1], [], [], [0], []]
+    plan = resolve(
+        Recipe(options={"full_attention_heads": heads}), TEACHERS_WITH_WINDOWS["none"], text(4000)
+    )
+    assert plan.student.full_attention_heads == heads
+    assert plan.is_final
+    with pytest.raises(ValueError, match="full_attention_heads must be None with keep=heads:1/4"):
+        made(keep="heads:1/4", options={"full_attention_heads": heads})
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", TEACHERS_WITH_WINDOWS)
+def test_a_size_in_a_word_fits_each_teacher(size, name):
+    teacher = TEACHERS_WITH_WINDOWS[name]
+    plan = resolve(Recipe(size=size), teacher, text(4000))
+    if name == "none":
+        assert [plan.student.num_kept_tokens] == [SIZES[size]["num_kept_tokens"]]
+        assert plan.student.full_attention_window == SIZES[size].get("full_attention_window")
+        assert made(size=size, options={"num_kept_tokens": 7})[0]["num_kept_tokens"] == 7
+    assert plan.student.layer_types.count("sliding_attention") == (5 if name == "some" else 0)
+    assert cache_share(plan.student, teacher, 2**17) <= 1
 
 
 @pytest.mark.parametrize(
@@ -307,9 +463,7 @@ def test_windows_of_the_default_length_fit_teacher_and_text(positions, length):
     with pytest.raises(
         ValueError, match=r"length must be at most the teacher's|at least one window"
     ):
-        resolve(
-            Recipe(distillation=Recipe().distillation._replace(length=4000)), teacher, text(3000)
-        )
+        resolve(Recipe(distillation=Schedule.with_some(length=4000)), teacher, text(3000))
 
 
 @pytest.mark.parametrize(
@@ -317,8 +471,8 @@ def test_windows_of_the_default_length_fit_teacher_and_text(positions, length):
     [
         ("llama", "linear", {"sliding_window": 12}, True),  # and four tokens at the beginning
         ("llama", "linear", {"sliding_window": 11}, False),
-        ("llama", "attention", {"sliding_window": 12}, True),
-        ("llama", "attention", {"sliding_window": 11}, False),
+        ("llama", "attention", {"sliding_window": 12, **ALONE}, True),
+        ("llama", "attention", {"sliding_window": 11, **ALONE}, False),
         ("mistral-window", "linear", {"sliding_window": 4}, False),  # and a memory of what left it
         ("mistral-window", "titans", {}, True),
         ("mistral-window", "titans", {"sliding_window": 8}, False),  # more than the teacher
@@ -448,19 +602,20 @@ def test_a_recipe_that_cannot_be_is_refused(recipe, message):
         ({"optim": "apollo_adamw"}, "optim must be an optimizer that is installed"),
         ({"report_to": "nobody"}, "nobody is not supported"),
         ({"report_to": "comet_ml"}, "report_to must be a logger that is installed, .*, got "),
-        ({"max_steps": 3}, "training must be arguments from .*, got max_steps"),
+        ({"max_steps": 3}, "training must be arguments of transformers .*, got max_steps"),
         (
             {"weight_decoy": 0.1},
-            r"training must be arguments from .*, got weight_decoy; did you mean weight_decay\?",
+            r"training must be arguments of transformers .*, got weight_decoy; did you mean weight_decay\?",
         ),
         (
             {"resume_from_checkpoint": "x"},
-            "training must be arguments from .*, got resume_from_checkpoint",
+            "training must be arguments of transformers .*, got resume_from_checkpoint",
         ),
         (
             {"deepspeed": "x", "label_smoothing_factor": 0.5},
             "got deepspeed, label_smoothing_factor",
         ),
+        ({"bf61": True}, r"got bf61; did you mean bf16\?$"),
         ({"max_grad_norm": math.nan}, "max_grad_norm of training must be at least 0, got nan"),
         (
             {"gradient_accumulation_steps": 0},

@@ -15,6 +15,8 @@ LENGTH = 32
 ROWS = 2
 SCHEDULE = Schedule(steps=3, learning_rate=1e-3, batch_size=ROWS, length=LENGTH)
 NONE = SCHEDULE._replace(steps=0)
+WINDOW = {"sliding_window": 8}
+WINDOW_ALONE = {**WINDOW, "num_kept_tokens": 0, "cache_bits": None}
 
 
 def plan_of(teacher, **recipe):
@@ -44,9 +46,9 @@ def saved_bytes(plan, teacher):
 @pytest.mark.parametrize(
     "recipe",
     [
-        {"to": "deltanet", "keep": "heads:1/4", "options": {"sliding_window": 8}},
-        {"to": "attention", "keep": "heads:1/4", "options": {"sliding_window": 8}},
-        {"to": "attention", "keep": "heads:1/4", "options": {"sliding_window": 8}, "train": "all"},
+        {"to": "deltanet", "keep": "heads:1/4", "options": WINDOW},
+        {"to": "attention", "keep": "heads:1/4", "options": WINDOW_ALONE},
+        {"to": "attention", "keep": "heads:1/4", "options": WINDOW_ALONE, "train": "all"},
         {"to": "deltanet", "keep": "none", "train": "new"},
         {"to": "gated", "keep": "none", "options": {"gate": "mamba2", "memory_rope": False}},
     ],
@@ -89,7 +91,7 @@ def test_a_student_in_bits_reads_text_after_its_costs_were_counted():
 
 def test_weights_cost_two_operations_forward_and_four_backward():
     teacher = make_teacher()
-    (cost,) = costs(plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8}))
+    (cost,) = costs(plan_of(teacher, to="attention", keep="none", options=WINDOW_ALONE))
     matrices = sum(x.numel() for x in teacher.model.layers.parameters() if x.ndim == 2)
     matrices += teacher.lm_head.weight.numel()
     least = (2 + 6) * matrices * 3 * ROWS * LENGTH
@@ -101,7 +103,7 @@ def test_weights_cost_two_operations_forward_and_four_backward():
 
 def test_only_the_experts_that_a_token_uses_cost_operations():
     teacher = make_teacher("qwen3-moe")
-    (cost,) = costs(plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8}))
+    (cost,) = costs(plan_of(teacher, to="attention", keep="none", options=WINDOW_ALONE))
     used = teacher.config.num_experts_per_tok / teacher.config.num_experts
     weights = {
         name: x.numel()
@@ -115,7 +117,7 @@ def test_only_the_experts_that_a_token_uses_cost_operations():
 
 def test_what_changes_the_memory_of_a_stage():
     teacher = make_teacher("llama-tied")
-    plan = plan_of(teacher, to="attention", keep="none", train="all", options={"sliding_window": 8})
+    plan = plan_of(teacher, to="attention", keep="none", train="all", options=WINDOW_ALONE)
     (whole,) = costs(plan)
     (half,), (again,), (alone,) = (
         costs(plan, {name: value})
@@ -134,7 +136,7 @@ def test_what_changes_the_memory_of_a_stage():
 
 
 def test_processes_share_models_and_rows():
-    plan = plan_of(make_teacher(), to="attention", train="all", options={"sliding_window": 8})
+    plan = plan_of(make_teacher(), to="attention", train="all", options=WINDOW_ALONE)
     (whole,) = costs(plan)
     (shared,) = costs(plan, processes=ROWS)
     (row,) = costs(plan, {"gradient_accumulation_steps": ROWS})
@@ -165,13 +167,13 @@ def test_a_servable_plan_has_costs():
         make_teacher(),
         to="attention",
         keep=(1,),
-        options={"attention_sinks": True, "sliding_window": 8},
+        options={"attention_sinks": True, **WINDOW_ALONE},
     )
     assert all(cost.flops > 0 for cost in costs(plan, {"activation_checkpointing": True}))
 
 
 def test_a_plan_on_a_device_has_its_memory_and_its_time():
-    plan = plan_of(make_teacher(), to="attention", keep="none", options={"sliding_window": 8})
+    plan = plan_of(make_teacher(), to="attention", keep="none", options=WINDOW_ALONE)
     rows = dict(device_rows(plan, {}, "8xH200"))
     assert "of 141 GB" in rows["distillation on 8xH200"]
     assert "tokens/s" in rows[""]

@@ -26,7 +26,8 @@ from hf_memory.files import tokenised
 from hf_memory.files.fingerprints import tokens_fingerprint
 from teachers import SCHEDULE, make_teacher, make_tokenizer
 
-HEADS = {"sliding_window": 2, "num_sink_tokens": 0, "full_attention_heads": [[0], []]}
+ALONE = {"sliding_window": 2, "num_sink_tokens": 0, "num_kept_tokens": 0, "cache_bits": None}
+HEADS = {**ALONE, "full_attention_heads": [[0], []]}
 
 
 def documents_of(lengths, start=()):

@@ -109,7 +109,13 @@ def test_a_converted_model_reads_a_document_and_is_asked_later(example, teacher,
 
 
 def test_a_served_student_writes_what_the_student_writes(example, teacher, capsys):
-    sinks = {"num_sink_tokens": 0, "attention_sinks": True, "sliding_window": 8}
+    sinks = {
+        "num_sink_tokens": 0,
+        "attention_sinks": True,
+        "num_kept_tokens": 0,
+        "cache_bits": None,
+        "sliding_window": 8,
+    }
     student = make_student(load_teacher(str(teacher)), keep=(0,), **sinks)
     student.save_pretrained("student")
     AutoTokenizer.from_pretrained(teacher).save_pretrained("student")

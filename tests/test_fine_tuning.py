@@ -21,6 +21,7 @@ from hf_memory.conversion import (
     Schedule,
     attention_transfer,
     check_space,
+    defaults,
     distill,
     fine_tune,
     make_student,
@@ -425,8 +426,8 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
     schedules = [
         Schedule(**described[name]) for name in ("transfer", "distillation", "fine-tuning")
     ]
-    transfer = Recipe().transfer._replace(steps=1, learning_rate=1e-4, batch_size=2, length=32)
-    distillation = Recipe().distillation._replace(
+    transfer = defaults.TRANSFER._replace(steps=1, learning_rate=1e-4, batch_size=2, length=32)
+    distillation = defaults.DISTILLATION._replace(
         steps=3, learning_rate=1e-5, batch_size=1, length=16
     )
     assert schedules == [transfer, distillation, Schedule(2, 1e-4, 1, 128)]
@@ -479,4 +480,4 @@ def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_pat
 )
 def test_a_wrong_block_is_explained(pair, message):
     with pytest.raises(ValueError, match=message):
-        read_schedule("transfer", SCHEDULE, ["steps=1", pair])
+        read_schedule("transfer", ["steps=1", pair])

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from cases import WORDS, Case, make_config, make_model, word_tokenizer
 from hf_memory import conversion, decoding, evaluation
 from hf_memory.conversion import (
+    GoalNotReached,
     Recipe,
     Run,
     Schedule,
@@ -253,7 +254,7 @@ WRONG_RECIPES = [
     ({"transfer": Schedule(1, "fast")}, "learning_rate of transfer must be float, got 'fast'"),
     ({"distillation": Schedule(True, 1e-3)}, "steps of distillation must be int, got True"),
     ({"distillation": Schedule(2**40, 1e-3)}, "steps of distillation must be at most 2147483647"),
-    ({"train": 5}, "train must be str, got 5"),
+    ({"train": 5}, "train must be str | None, got 5"),
     ({"lora_rank": "8"}, "lora_rank must be int | None, got '8'"),
     ({"temperature": "1"}, "temperature must be float, got '1'"),
     ({"teacher_bits": "4"}, "teacher_bits must be int | None, got '4'"),
@@ -488,12 +489,14 @@ def test_a_tokenizer_with_more_words_than_the_model_is_refused(run, teacher, tmp
 
 def test_a_goal_measures_each_student_once():
     teacher = make_teacher("llama")
-    recipe = replace(STUDENT, to="attention", keep=None, options={"sliding_window": 4})
-    with pytest.raises(ValueError, match="goal must be a KL that half of the heads reach"):
-        smallest_student(recipe, -1.0, teacher, TEXT, report=(told := []).append)
+    options = {"sliding_window": 4, "num_kept_tokens": 0}
+    recipe = replace(STUDENT, to="attention", keep=None, options=options, goal=-1.0)
+    plan = resolve(recipe, teacher.config, TEXT)
+    with pytest.raises(GoalNotReached) as failed:
+        smallest_student(plan, teacher, TEXT, report=(told := []).append)
     measured = [x for x in told if x.task == "measuring untrained students"]
     heads = teacher.config.num_hidden_layers * teacher.config.num_key_value_heads
-    assert len(measured) <= heads // 2
+    assert len(measured) == len(failed.value.tried) <= heads * 2 / 3
 
 
 def test_a_run_that_goes_on_does_not_rank_heads_again(tmp_path):

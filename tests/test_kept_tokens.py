@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cases import random_tokens
-from hf_memory.conversion import Recipe, Schedule, convert, plan_rows, resolve
-from hf_memory.conversion.students import kept_tokens, make_student
+from hf_memory.conversion import Recipe, Schedule, convert, make_student, plan_rows, resolve
+from hf_memory.conversion.students import kept_tokens
 from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.evaluation import cache_bytes
@@ -107,4 +107,4 @@ def test_a_student_whose_layers_keep_different_numbers():
     before, after = (cache_bytes(config, 100) for config in (plan.student, made.student.config))
     assert 0 <= before - after <= 2 * cache_bytes(plan.student, 100) / 100
     with pytest.raises(ValueError, match="num_kept_tokens must be one number to spread, got 0"):
-        resolve(Recipe(spread_kept=True, options={"sliding_window": 8}), teacher.config, tokens)
+        resolve(Recipe(spread_kept=True, options={"num_kept_tokens": 0}), teacher.config, tokens)

@@ -11,6 +11,7 @@ from cases import random_tokens
 from comparing import in_float64
 from hf_memory import conversion
 from hf_memory.conversion import (
+    GoalNotReached,
     Keep,
     Recipe,
     Run,
@@ -22,8 +23,8 @@ from hf_memory.conversion import (
     smallest_student,
 )
 from hf_memory.conversion.choosing import ranked_heads
+from hf_memory.conversion.defaults import WINDOW
 from hf_memory.conversion.stages.divergence import divergence
-from hf_memory.conversion.students import WINDOW
 from hf_memory.conversion.students.heads import (
     layers_by_heads,
     passages,
@@ -83,6 +84,9 @@ def test_wrong_words_are_explained(keep, message):
         Keep.parse(keep).layers_of(4)
 
 
+ALONE = {"num_kept_tokens": 0, "cache_bits": None}  # a window
+
+
 @pytest.mark.parametrize("words", ["none", "0,3", "1/4", "auto", "auto:1/8", "heads:1/11"])
 def test_what_is_kept_is_written_as_it_was_read(words):
     assert str(Keep.parse(words)) == words
@@ -132,7 +136,7 @@ def test_the_steps_of_a_conversion_are_those_of_one_call():
     made = conversion.convert(teacher, tokens, recipe)
     draft = resolve(recipe, teacher.config, tokens)
     choice = choose(teacher, tokens, draft)
-    final = resolve(recipe, teacher.config, tokens, choice=choice)
+    final = draft.with_choice(choice)
     assert not draft.is_final
     assert final.is_final
     assert choice == made.plan.choice
@@ -174,7 +178,11 @@ def test_heads_that_retrieve_most_are_found():
 def test_a_fraction_of_the_heads_keeps_everything(to, longest, expected):
     teacher = make_teacher()
     tokens = random_tokens(1, 400)[0]
-    kept = {"sliding_window": 6, "full_attention_window": longest}
+    kept = {
+        "sliding_window": 6,
+        "full_attention_window": longest,
+        **(ALONE if to == "attention" else {}),
+    }
     made = convert(teacher, tokens, to=to, keep="heads:1/4", **BOTH_STAGES, **kept)
     config = made.student.config
     heads = config.num_hidden_layers * config.num_key_value_heads
@@ -210,7 +218,7 @@ def test_layers_that_have_windows_keep_them_beside_layers_that_get_some(window, 
 def test_a_ranking_shows_the_first_tokens_where_something_stands_for_them(option):
     teacher = make_teacher()
     tokens = random_tokens(1, 400)[0]
-    options = {"sliding_window": 6} | ({option: True} if option else {})
+    options = {"sliding_window": 6, **ALONE} | ({option: True} if option else {})
     recipe = Recipe(keep="heads:1/4", options=options, transfer=SCHEDULE, distillation=SCHEDULE)
     found = ranked_heads(teacher, tokens, resolve(recipe, teacher.config, tokens))
     assert found == rank_heads_by_predictions(teacher, tokens, window=6, first=4)
@@ -221,7 +229,13 @@ def test_layers_of_a_student_without_memory_are_those_that_predictions_need():
     teacher = make_teacher()
     tokens = random_tokens(1, 400)[0]
     made = convert(
-        teacher, tokens, to="attention", keep="auto:1/2", sliding_window=6, attention_sinks=True
+        teacher,
+        tokens,
+        to="attention",
+        keep="auto:1/2",
+        sliding_window=6,
+        attention_sinks=True,
+        **ALONE,
     )
     sums = [0.0] * teacher.config.num_hidden_layers
     for score in rank_heads_by_predictions(teacher, tokens, window=6, first=4):
@@ -268,7 +282,7 @@ def test_heads_are_ranked_by_what_a_window_in_them_changes():
     scores = window_divergences(teacher, rows, window=6, first=1)
     assert scores.shape == (config.num_hidden_layers, config.num_key_value_heads)
     assert scores[0, 0] == 0
-    student = make_student(teacher, "attention", sliding_window=6, num_sink_tokens=1)
+    student = make_student(teacher, "attention", sliding_window=6, num_sink_tokens=1, **ALONE)
     carry_over(student.double(), teacher)
     with torch.no_grad():
         kl = [
@@ -300,9 +314,11 @@ def test_a_goal_is_a_distance_on_windows_of_the_length_of_training(length):
     tokens = random_tokens(1, 400)[0]
     schedule = SCHEDULE._replace(length=length)
     stages = {"transfer": schedule._replace(steps=0), "distillation": schedule._replace(steps=0)}
-    options = {"sliding_window": 6}
-    (found,) = smallest_student(Recipe(options=options, **stages), 10.0, teacher, tokens)
-    made = convert(teacher, tokens, to=found.recipe.to, keep=found.recipe.keep, **stages, **options)
+    options = {"sliding_window": 6, "num_kept_tokens": 0}
+    plan = resolve(Recipe(options=options, **stages, goal=10.0), teacher.config, tokens)
+    choice = smallest_student(plan, teacher, tokens)
+    (found,) = choice.tried
+    made = convert(teacher, tokens, to="attention", keep=found.keep, **stages, **options)
     rows = tokens[-6 * length :].view(6, length)
     with torch.no_grad():
         logits = [model(rows).logits[:, :-1].log_softmax(-1) for model in (made.student, teacher)]
@@ -316,8 +332,10 @@ def test_the_cache_of_a_student_for_a_goal_is_counted_in_its_bits():
     sizes = {}
     for bits in (None, 8, 4):
         options = {"sliding_window": 6, "cache_bits": bits}
-        (found,) = smallest_student(Recipe(options=options), 10.0, teacher, tokens)
-        plan = resolve(found.recipe, teacher.config, tokens, choice=found.choice)
+        draft = resolve(Recipe(options=options, goal=10.0), teacher.config, tokens)
+        choice = smallest_student(draft, teacher, tokens)
+        plan = draft.with_choice(choice)
+        (found,) = choice.tried
         sizes[bits] = found.cache
         ours, theirs = (copy.deepcopy(x) for x in (plan.student, teacher.config))
         ours.dtype = theirs.dtype = torch.bfloat16
@@ -328,16 +346,21 @@ def test_the_cache_of_a_student_for_a_goal_is_counted_in_its_bits():
 def test_the_smallest_student_that_reaches_a_goal_is_found():
     teacher = make_teacher()
     tokens = random_tokens(1, 400)[0]
-    recipe = Recipe(options={"sliding_window": 6})
-    far = smallest_student(recipe, 10.0, teacher, tokens)
-    assert [str(x.recipe.keep) for x in far] == ["heads:1/25"]
-    near = smallest_student(recipe, far[0].kl * 0.99, teacher, tokens)
+    options = {"sliding_window": 6, "num_kept_tokens": 0}
+
+    def tried_for(goal):
+        plan = resolve(Recipe(options=options, goal=goal), teacher.config, tokens)
+        return smallest_student(plan, teacher, tokens).tried
+
+    far = tried_for(10.0)
+    assert [x.keep for x in far] == ["heads:1/25"]
+    near = tried_for(far[0].kl * 0.99)
     assert [x.cache for x in near] == sorted(x.cache for x in near)
     assert all(x.kl > far[0].kl * 0.99 for x in near[:-1])
     assert near[-1].kl <= far[0].kl * 0.99
     assert near[0].kl == far[0].kl
-    with pytest.raises(
-        ValueError,
-        match="goal must be a KL that half of the heads reach before training, got 1e-09",
-    ):
-        smallest_student(recipe, 1e-9, teacher, tokens)
+    with pytest.raises(GoalNotReached, match="goal must be a KL that a student reaches") as failed:
+        tried_for(1e-9)
+    assert failed.value.tried[: len(near)] == near
+    nearest = min(failed.value.tried, key=lambda x: x.kl)
+    assert f"{nearest.keep} with a window of 6 and 0 kept tokens, has" in str(failed.value)

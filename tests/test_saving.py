@@ -71,25 +71,24 @@ def test_a_goal_is_met_by_what_is_chosen(teacher, text, tmp_path):
     choice = choose(model, tokens, draft)
     assert choice == planned.choice
     assert choice.tried[-1].kl <= GOAL.goal
-    final = resolve(GOAL, model.config, tokens, choice=choice)
+    final = draft.with_choice(choice)
     assert final.is_final
     assert final.recipe.goal is None
     assert final.keep == choice.keep
     assert final.student.to_dict() == planned.student.to_dict()
-    with pytest.raises(ValueError, match="choice must be one for the goal 9, got one without"):
-        resolve(GOAL, model.config, tokens, choice=draft.choice)
 
 
 def test_a_goal_must_not_be_given_with_what_is_kept(teacher):
-    with pytest.raises(ValueError, match=r"goal must not be given with keep or servable, got 1 "):
-        Recipe(keep="heads:1/4", goal=1.0).check()
+    for other in ({"keep": "heads:1/4"}, {"servable": True}, {"size": "small"}):
+        with pytest.raises(ValueError, match="goal must be given without keep, servable and size"):
+            Recipe(**other, goal=1.0).check()
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_a_conversion_with_a_goal_goes_on_where_it_was_stopped(
     checkpoints, teacher, text, tmp_path, monkeypatch
 ):
-    """It measures no student again for the goal, if it has checkpoints, and no model for the card."""
+    """It chooses and trains nothing again once the model is saved, and measures no model twice for the card."""
 
     def no_time(*args, **kwargs):
         raise OSError("no time")
@@ -108,7 +107,9 @@ def test_a_conversion_with_a_goal_goes_on_where_it_was_stopped(
     with pytest.raises(ValueError, match="output must be a new folder"):
         convert_and_save(other)
     saved = convert_and_save(asked)
-    assert ("measuring untrained students" in {now.task for now in told}) != checkpoints
+    again = {now.task for now in told}
+    assert not again & {"measuring untrained students", "ranking heads", "distillation"}
+    assert saved.plan.choice.tried[-1].kl <= GOAL.goal
     assert (tmp_path / "student" / WEIGHTS).read_bytes() == weights
     assert list(saved.results.rows) == ["teacher", "before training", "student"]
 

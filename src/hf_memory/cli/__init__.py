@@ -78,4 +78,6 @@ def explain(error: Exception) -> None:
         if isinstance(error, SafetensorError)
         else text
     )
+    for note in getattr(error, "__notes__", ()):
+        errors.print(note, soft_wrap=True)
     sys.exit(2)

@@ -12,9 +12,9 @@ from hf_memory.cli.command import ADVANCED, LONG, WHAT, WHERE
 from hf_memory.cli.run_file import Flags, read_schedule
 from hf_memory.cli.work import carry_out, request_of
 from hf_memory.conversion import Recipe, Schedule
+from hf_memory.conversion.recipe import STAGES
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
-DEFAULT = Recipe()
 SCHEDULE = (
     f"such as steps=250,length=2048; names are {', '.join(Schedule._fields)}; may be repeated"
 )
@@ -44,8 +44,15 @@ class StudentFlags:
     keep: Annotated[
         str | None,
         typer.Option(
-            help=f"What keeps everything: {conversion.KEEP_WORDS}; default: heads:1/11, with --servable auto, and none "
-            "where a memory has no windows.",
+            help=f"What keeps everything: {conversion.KEEP_WORDS}; default: heads:1/11, or heads:2/3 where few layers "
+            "of the teacher see everything; with --servable auto, and none where a memory has no windows.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help=f"How much the student holds: {', '.join(conversion.SIZES)}; default: between near and small.",
             rich_help_panel=WHAT,
         ),
     ] = None
@@ -117,21 +124,12 @@ class StudentFlags:
 
     def recipe(self) -> Recipe:
         """The recipe that these flags make."""
-        if self.servable and self.to not in conversion.SERVABLE:
-            raise ValueError(
-                f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {self.to!r}"
-            )
         given: dict = {
             x.name: getattr(self, x.name) for x in fields(Recipe) if hasattr(self, x.name)
         }
-        kept = ("auto" if self.to == DEFAULT.to else "none") if self.servable else None
-        given["keep"] = self.keep or kept
         given["goal"] = None if self.goal is None else options.read_goal(self.goal)
-        given["options"] = (
-            conversion.SERVABLE[self.to] if self.servable else {}
-        ) | options.read_pairs(self.option)
-        usual = Recipe(self.to, options=given["options"]).schedules
-        given |= {name: read_schedule(name, x, given[name]) for name, x in usual.items()}
+        given["options"] = options.read_pairs(self.option)
+        given |= {name: read_schedule(name, given[name]) for name in STAGES}
         return Recipe(**given)
 
 
@@ -167,7 +165,6 @@ def convert(
         flags,
         training,
         scored_by=student.scored_by,
-        servable=student.servable,
     )
     if output is None:
         options.say_output(folder)

@@ -11,10 +11,10 @@ from hf_memory.cli.command import LONG, WHAT, WHERE
 from hf_memory.cli.run_file import Flags
 from hf_memory.cli.work import carry_out, request_of
 from hf_memory.conversion import Recipe, Schedule
+from hf_memory.conversion.defaults import FINE_TUNING
 from hf_memory.evaluation import ITEMS
 
-DEFAULT = Recipe().fine_tuning._replace(steps=100)
-NONE = DEFAULT._replace(steps=0)
+DEFAULT = FINE_TUNING._replace(steps=100)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ def fine_tune(
     schedule = Schedule(
         learning.steps, learning.learning_rate, learning.batch_size, learning.length
     )
-    recipe = Recipe(
-        None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=rank, seed=seed
-    )
+    recipe = Recipe(None, fine_tuning=schedule, lora_rank=rank, seed=seed)
     flags = Flags.of(context, output=trained)
     request = request_of(model, text, trained, recipe, flags, training)
     if output is None:

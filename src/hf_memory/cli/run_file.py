@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from hf_memory.conversion.plan import Plan
-from hf_memory.conversion.recipe import Recipe, Schedule
+from hf_memory.conversion.recipe import Schedule
 from hf_memory.files.folders import check_regular
 
 RUN = "run.yaml"
@@ -90,24 +90,40 @@ class Flags(NamedTuple):
         recipe = plan.recipe
         option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
         values = {**self.values, **vars(recipe), "option": option or None}
-        values["keep"] = str(recipe.keep)
-        values |= _schedules(plan)
+        values["keep"] = None if recipe.keep is None else str(recipe.keep)
+        values |= {name: x._asdict() for name, x in recipe.schedules.items() if None not in x}
         described = {
-            _names(x)[0].replace("_", "-"): str(values[x.name])
-            if isinstance(values[x.name], Path)
-            else values[x.name]
+            _names(x)[0].replace("_", "-"): _from_anywhere(values[x.name])
             for x in self.parameters
             if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [], ())
         }
         return {RUN: yaml.safe_dump(described, sort_keys=False, allow_unicode=True)}
 
 
-def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) -> Schedule:
-    """A schedule with some of its fields given as name=value.
+def _from_anywhere(value: Any) -> Any:
+    """A value in which paths of this folder begin at the root, so that they hold in others, too."""
+    if isinstance(value, list | tuple):
+        return [_from_anywhere(x) for x in value]
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if not isinstance(value, str):
+        return value
+    before, _, prompts = value.rpartition(":")
+    file, equals, weight = value.rpartition("=")
+    if value and Path(value).exists():
+        return str(Path(value).absolute())
+    if equals and Path(file).exists():
+        return f"{Path(file).absolute()}={weight}"
+    if before.startswith("teacher:") and Path(prompts).exists():
+        return f"{before}:{Path(prompts).absolute()}"
+    return value
+
+
+def read_schedule(stage: str, pairs: Sequence[str] | None) -> Schedule:
+    """A schedule of which some fields are given as name=value.
 
     Args:
         stage: the name of the stage in error messages.
-        default: the schedule that has the other fields.
         pairs: words of the form name=value, or several of these with commas between them; the last value counts.
 
     Raises:
@@ -116,8 +132,8 @@ def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) ->
     given = {}
     for pair in ",".join(pairs).split(",") if pairs else ():
         name, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or name not in default._fields:
-            fields = ", ".join(default._fields)
+        if not equals or name not in Schedule._fields:
+            fields = ", ".join(Schedule._fields)
             raise ValueError(f"{stage} must have name=value with names from {fields}, got {pair!r}")
         kind = Schedule.__annotations__[name]
         try:
@@ -127,20 +143,7 @@ def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) ->
             raise ValueError(f"{name} of {stage} must be a number, got {value!r}") from error
         if given[name] != number and not math.isnan(number):
             raise ValueError(f"{name} of {stage} must be a whole number, got {value!r}")
-    return default._replace(**given)
-
-
-def _schedules(plan: Plan) -> dict[str, dict[str, Any] | None]:
-    """The schedules of the stages that run; 0 steps of one that runs by default, and that the user has left out."""
-    run = {stage.slot for stage in plan.stages}
-    usual = Recipe().schedules
-    described = dict[str, dict[str, Any] | None]()
-    for name, schedule in plan.recipe.schedules.items():
-        is_left_out = not schedule.steps and usual[name].steps
-        described[name] = {"steps": 0} if is_left_out else None
-        if name in run:
-            described[name] = schedule._asdict()
-    return described
+    return Schedule.with_some(**given)
 
 
 def _names(parameter) -> list[str]:

@@ -12,10 +12,9 @@ from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.run_file import RUN, Flags
 from hf_memory.cli.terminal import console, errors, print_table, say_made
 from hf_memory.conversion import Plan, Recipe, Request, Results, Run, Saved
-from hf_memory.conversion.choice import Tried
+from hf_memory.conversion.choice import CONTEXT, Tried
 from hf_memory.conversion.costs import read_device
-from hf_memory.conversion.describe import advice_rows, device_rows, fits
-from hf_memory.conversion.goal import CONTEXT
+from hf_memory.conversion.describe import advice_rows, device_rows, fits, goal_sentence
 from hf_memory.conversion.report import (
     HEADER,
     RATIO_BELOW,
@@ -29,7 +28,7 @@ from hf_memory.evaluation.scores import UNANSWERED
 
 HEAD_COLUMNS = ("layer/head", "score")
 TRIED = (
-    "heads",
+    "keep",
     "window",
     "tokens kept",
     f"cache at {CONTEXT:,} / teacher's",
@@ -46,7 +45,6 @@ def request_of(
     training: TrainingFlags,
     *,
     scored_by: str | None = None,
-    servable: bool = False,
 ) -> Request:
     """The request that the flags of a command make."""
     sources, weights = read_weights(text)
@@ -60,7 +58,6 @@ def request_of(
         max_tokens=training.max_tokens,
         assistant_only=training.assistant_only_loss,
         scored_by=None if scored_by is None else found(scored_by),
-        servable=servable,
         measure_tokens=training.measure_tokens,
         items=training.items,
         overwrite=training.overwrite,
@@ -76,12 +73,14 @@ def carry_out(request: Request, training: TrainingFlags) -> None:
     if training.dry_run:
         with signs_of_life() as report:
             reporting = replace(request, run=replace(request.run, report=report))
-            # memory and time do not depend on what the weights decide
-            plan = conversion.dry_run(reporting, uses_weights=gpu is None)
+            with _shown():
+                # memory and time do not depend on what the weights decide
+                plan = conversion.dry_run(reporting, uses_weights=gpu is None)
         show_plan(plan, request.run, gpu)
         return
-    with _resumable(request.run), signs_of_life() as report:
-        reporting = replace(request, run=replace(request.run, report=report))
+    with _resumable(request.run), signs_of_life() as report, _shown():
+        run = replace(request.run, report=report, chosen=show_choice)
+        reporting = replace(request, run=run)
         saved = conversion.convert_and_save(reporting)
     if saved is not None:
         show_saved(saved, request.output)
@@ -92,11 +91,22 @@ def _resumable(run: Run) -> Iterator[None]:
     """A context that says how to go on after Ctrl-C."""
     try:
         yield
-    except KeyboardInterrupt:
-        goes_on = "--checkpoints FOLDER makes a run resumable"
+    except KeyboardInterrupt as error:
+        goes_on = "--checkpoints FOLDER makes a run resumable."
         if run.checkpoints is not None:
-            goes_on = f"the same command resumes from {run.checkpoints}"
-        errors.print(f"Stopped: {goes_on}.", soft_wrap=True)
+            goes_on = f"the same command resumes from {run.checkpoints}."
+        said = getattr(error, "__notes__", None) or [goes_on]
+        errors.print(f"Stopped: {' '.join(said)}", soft_wrap=True)
+        raise
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """A context that prints what was measured for a goal that no student reaches."""
+    try:
+        yield
+    except conversion.GoalNotReached as error:
+        show_tried(error.tried)
         raise
 
 
@@ -118,7 +128,8 @@ def show_plan(plan: Plan, run: Run, gpu: str | None) -> None:
 def show_choice(plan: Plan) -> None:
     """Print what was tried for a goal, and which heads keep everything."""
     if tried := plan.choice.tried:
-        print_table(map(_tried_row, tried), TRIED, title="students that were measured for the goal")
+        show_tried(tried)
+        console.print(goal_sentence(plan.given.goal, tried), soft_wrap=True)
     if heads := plan.chosen_heads:
         rows = [(f"{x.layer}/{x.head}", f"{x.score:.3f}") for x in heads]
         by = conversion.HEAD_SCORES[plan.keep.ranking]
@@ -127,16 +138,16 @@ def show_choice(plan: Plan) -> None:
         )
 
 
-def _tried_row(tried: Tried) -> Sequence[str]:
-    share = str(tried.recipe.keep).partition(":")[2]
-    window = str(tried.recipe.options.get("sliding_window", 0))
-    kept_tokens = str(tried.recipe.options.get("num_kept_tokens", 0))
-    return share, window, kept_tokens, f"{tried.cache:.1%}", f"{tried.kl:.3f}"
+def show_tried(tried: Sequence[Tried]) -> None:
+    """Print what was measured for a goal."""
+    rows = [
+        (x.keep, str(x.window), str(x.kept_tokens), f"{x.cache:.1%}", f"{x.kl:.3f}") for x in tried
+    ]
+    print_table(rows, TRIED, title="students that were measured for the goal")
 
 
 def show_saved(saved: Saved, folder: Path) -> None:
     """Print the results, and how to try the model."""
-    show_choice(saved.plan)
     print_results(saved.results)
     say_made(
         f"Wrote {folder}: the model, README.md with what was measured, and {RUN}, which repeats this run.",

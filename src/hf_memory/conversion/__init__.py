@@ -13,8 +13,9 @@ from hf_memory.conversion.choice import Choice
 from hf_memory.conversion.choosing import choose
 from hf_memory.conversion.convert import Conversion, convert
 from hf_memory.conversion.data import TokenWindows
+from hf_memory.conversion.defaults import SERVABLE, SIZES
 from hf_memory.conversion.describe import plan_rows
-from hf_memory.conversion.goal import smallest_student
+from hf_memory.conversion.goal import GoalNotReached, smallest_student
 from hf_memory.conversion.keep import KEEP_WORDS, Keep
 from hf_memory.conversion.other_libraries import import_mixer, import_model, rwkv7_config
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
@@ -28,7 +29,7 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import train
 from hf_memory.conversion.stages.transfer import attention_transfer
-from hf_memory.conversion.students import SERVABLE, STUDENTS, make_student
+from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.students.heads import HEAD_SCORES
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.conversion.teachers import TEACHERS, Teacher
@@ -39,9 +40,9 @@ from hf_memory.conversion.teachers.loading import (
     load_teacher,
     load_tokenizer,
 )
-from hf_memory.conversion.untrained import untrained_student
+from hf_memory.conversion.untrained import make_student, untrained_student
 from hf_memory.files.folders import check_output, new_folder
-from hf_memory.files.text import Text
+from hf_memory.files.text import Text, TextFacts
 from hf_memory.files.tokenised import read_tokens
 
 __all__ = [
@@ -49,11 +50,13 @@ __all__ = [
     "HEAD_SCORES",
     "KEEP_WORDS",
     "SERVABLE",
+    "SIZES",
     "STUDENTS",
     "TEACHERS",
     "CarriedWeights",
     "Choice",
     "Conversion",
+    "GoalNotReached",
     "Keep",
     "Plan",
     "Recipe",
@@ -64,6 +67,7 @@ __all__ = [
     "Schedule",
     "Teacher",
     "Text",
+    "TextFacts",
     "TokenWindows",
     "add_results",
     "attention_transfer",

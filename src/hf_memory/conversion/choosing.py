@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.choice import Choice, choice_by_ranking
 from hf_memory.conversion.goal import smallest_student
-from hf_memory.conversion.plan import Plan, resolve
+from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.run_identity import FINGERPRINT
 from hf_memory.conversion.stages.sharding import processes
@@ -66,8 +66,7 @@ def final_plan(
     """The plan with what `choose` decides, whose arguments these are; the plan itself if it is final."""
     if plan.is_final:
         return plan
-    choice = choose(teacher, tokens, plan, run, quantized=quantized)
-    return resolve(plan.recipe, plan.teacher, tokens, plan.scorer, choice=choice)
+    return plan.with_choice(choose(teacher, tokens, plan, run, quantized=quantized))
 
 
 def _decided(
@@ -80,19 +79,16 @@ def _decided(
     observed = quantized or teacher.eval()
     choice = plan.choice
     if plan.goal is not None:
-        tried = smallest_student(
-            plan.recipe, plan.goal, teacher, tokens, quantized=quantized, report=run.report
-        )
-        choice = replace(tried[-1].choice, tried=tuple(tried))
+        choice = smallest_student(plan, teacher, tokens, quantized=quantized, report=run.report)
     elif plan.keep.is_ranked:
         ranking = ranked_heads(observed, tokens, plan, report=run.report)
         choice = choice_by_ranking(plan.recipe, plan.teacher, ranking)
     if plan.recipe.spread_kept:
-        alike = resolve(plan.recipe, plan.teacher, tokens, plan.scorer, choice=choice)
+        alike = plan.with_choice(choice)
         student, _ = untrained_student(teacher, tokens, alike, quantized=quantized)
         length = plan.recipe.distillation.length
         numbers = spread_kept_tokens(student, observed, tokens, length=length, report=run.report)
-        choice = replace(choice, kept_tokens=tuple(numbers))
+        choice = replace(choice, options={**choice.options, "num_kept_tokens": numbers})
     return choice
 
 

@@ -86,6 +86,7 @@ def convert(
     if run.checkpoints:
         processes().wait_for_everyone()  # until the run is recorded
     plan = final_plan(teacher, tokens, plan, run, quantized=quantized)
+    run.chosen(plan)
     student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
     losses = {}
     for stage in plan.stages:
@@ -135,6 +136,6 @@ def _learn(
     loss: dict = {
         "temperature": temperature,
         "cross_entropy": stage.cross_entropy,
-        "train": plan.recipe.train,
+        "train": str(plan.recipe.train),
     }
     return distill(student, teacher, tokens, schedule, **loss, seed=seed, run=run)

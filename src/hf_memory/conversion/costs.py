@@ -198,11 +198,10 @@ def _keeping_alike(config: PreTrainedConfig, length: int) -> PreTrainedConfig:
     So layers are of fewer kinds, and are counted sooner. Queries see as many entries as before: as many tokens fewer
     are kept as there are more in a block.
     """
-    kept = getattr(config, "num_kept_tokens", 0)
-    if isinstance(kept, list):
-        kept = round(sum(kept) / len(kept))
-    if not kept:
+    kept_tokens = [x for numbers in getattr(config, "kept_tokens", ()) for x in numbers]
+    if not any(kept_tokens):
         return config
+    kept = round(sum(kept_tokens) / len(kept_tokens))
     config = copy.deepcopy(config)
     block = config.kept_block_size  # type: ignore[attr-defined]
     more = max(0, min(length // BLOCKS - block, kept) // block * block)  # tokens of a block

@@ -1,16 +1,17 @@
 """Descriptions of a plan and of its student: for a dry run, for the model card, and for the file that repeats a run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
+from hf_memory.conversion.choice import CONTEXT, Tried
 from hf_memory.conversion.costs import UTILISATION, costs, read_device
+from hf_memory.conversion.defaults import notes
 from hf_memory.conversion.plan import BYTES, Plan, Stage, resolve
-from hf_memory.conversion.recipe import TRAINED, TRANSFER_SCHEDULE, counted, lora_rank_of
+from hf_memory.conversion.recipe import TRAINED, counted, lora_rank_of
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
 from hf_memory.conversion.stages.trainer import TRAINING
 from hf_memory.conversion.stages.transfer import TRANSFER
@@ -34,7 +35,9 @@ COMMANDS = {
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     """A plan and what it needs in time and memory, as rows of two columns."""
-    chosen = "" if plan.targets == 1 else f", {plan.targets:.0%} of them in the assistant's turns"
+    chosen = (
+        "" if plan.text.share == 1 else f", {plan.text.share:.0%} of them in the assistant's turns"
+    )
     rows = [("text", f"{plan.num_tokens:,} tokens to learn on{chosen}")]
     if plan.recipe.to is not None:
         rows += [("teacher", f"{plan.teacher.model_type}, {plan.teacher_parameters:,} parameters")]
@@ -46,11 +49,14 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows += [(f"teacher in {plan.recipe.teacher_bits} bits", size)]
     rows += [("student", f"{plan.student.model_type}, {plan.student_parameters:,} parameters")]
     rows += _attention_rows(plan)
+    rows += _option_rows(plan)
     for stage in plan.stages:
         rows += _stage_rows(stage, plan)
     if not plan.stages:
         rows += [("stages", "none")]
     rows += [_cache_row(plan, context) for context in CONTEXTS]
+    if plan.recipe.to is not None:
+        rows += [("note", words) for words in notes(plan.given, plan.recipe, plan.teacher)]
     return rows + [("warning", words) for words in _warnings(plan)]
 
 
@@ -73,12 +79,6 @@ def _warnings(plan: Plan) -> Iterator[str]:
             "No layer has attention, so that the student recalls little of a long text: --keep 1/4 or --keep auto "
             "keeps it in some layers."
         )
-    has_transfer = any(stage.slot == "transfer" for stage in plan.stages)
-    if (
-        plan.recipe.transfer not in (TRANSFER_SCHEDULE, plan.recipe.transfer._replace(steps=0))
-        and not has_transfer
-    ):
-        yield "There is no attention transfer, since no layer has a memory to train: --transfer has no effect."
 
 
 def device_rows(plan: Plan, training: Mapping[str, Any], words: str) -> list[tuple[str, str]]:
@@ -157,10 +157,9 @@ def _lora(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
 
 
 def _planned(plan: Plan, training: dict, **options) -> tuple[Plan, dict]:
-    """The plan of a recipe with other options, on a text of as many tokens."""
-    tokens = torch.zeros(1, dtype=torch.long).expand(plan.num_tokens)
-    recipe = replace(plan.recipe, **options)
-    return resolve(recipe, plan.teacher, tokens, plan.scorer), training
+    """The plan of a recipe with other options, for the same text."""
+    recipe = replace(plan.given, **options)
+    return resolve(recipe, plan.teacher, plan.text, plan.scorer), training
 
 
 MEASURES: dict[str, Callable[[Plan, dict], tuple[Plan, dict] | None]] = {
@@ -184,12 +183,8 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
     named |= {"train": recipe.train if parts else None}
     named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits}
     named |= {"kept_layers": _kept(plan) if recipe.to else None, "seed": recipe.seed}
-    spread = {"num_kept_tokens": plan.student.num_kept_tokens} if recipe.spread_kept else {}
-    return {name: x for name, x in named.items() if x is not None} | {
-        **recipe.options,
-        **spread,
-        **training,
-    }
+    named |= {"goal": plan.given.goal, "servable": recipe.servable or None}
+    return {name: x for name, x in named.items() if x is not None} | {**recipe.options, **training}
 
 
 def story(plan: Plan) -> list[str]:
@@ -201,6 +196,8 @@ def story(plan: Plan) -> list[str]:
             told += [
                 "Its new parts started with no effect, so that it equalled its teacher before any training."
             ]
+        if plan.choice.tried:
+            told += [goal_sentence(plan.given.goal, plan.choice.tried)]
         if plan.choice.scores:
             told += [
                 f"Heads that keep everything were chosen by their {HEAD_SCORES[plan.keep.ranking]}."
@@ -210,7 +207,18 @@ def story(plan: Plan) -> list[str]:
         ]
     if plan.recipe.lora_rank:
         told += ["Fine-tuning used LoRA, which is merged into the weights."]
-    return told if plan.targets == 1 else [*told, "Losses are of the assistant's turns only."]
+    return told if plan.text.share == 1 else [*told, "Losses are of the assistant's turns only."]
+
+
+def goal_sentence(goal: float | None, tried: Sequence[Tried]) -> str:
+    """What was measured for a goal, and what was chosen."""
+    *_, chosen = tried
+    return (
+        f"For a KL of at most {goal:g} before training, {counted(len(tried), 'untrained student')} with more and more "
+        f"cache were measured; the last one, {chosen.keep} with a window of {chosen.window} and {chosen.kept_tokens} "
+        f"kept tokens in the other heads, had {chosen.kl:.3f} and {chosen.cache:.1%} of the teacher's cache at "
+        f"{CONTEXT:,} tokens."
+    )
 
 
 def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
@@ -285,7 +293,7 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
     learner = (
         f"the parts that its teacher does not have, and LoRA of rank {rank} of the others, were"
     )
-    learner = TRAINED.get(plan.recipe.train, learner)
+    learner = TRAINED.get(str(plan.recipe.train), learner)
     if stage.name == TRAINING:
         return f"Then {learner} trained on the text, without its teacher."
     if stage.name == FINE_TUNING:
@@ -311,6 +319,16 @@ def _kept(plan: Plan) -> str:
     return layers if plan.keep.kind == "layers" else f"{layers} ({plan.keep})"
 
 
+def _option_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The options of the student, first those that were given."""
+    given = plan.given.options
+    usual = [name for name in plan.recipe.options if name not in given]
+    for title, names in (("options given", given), ("options by default", usual)):
+        options = plan.recipe.options
+        if named := [f"{name}={options[name]}" for name in names if name in options]:
+            yield title, ", ".join(named)
+
+
 def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.num_layers_to_rank:
         yield "attention kept", f"in {counted(plan.num_layers_to_rank, 'layer')}"
@@ -330,7 +348,7 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         mean = round(sum(kept) / len(kept))
         more = (
             " in the mean, more where they bring the student nearer"
-            if plan.recipe.spread_kept
+            if plan.given.spread_kept
             else ""
         )
         yield (
@@ -345,14 +363,13 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 def _kept_tokens(student: Any) -> list[int]:
     """The number of older tokens that each key-value head with a window keeps, if it keeps some."""
     full = getattr(student, "full_attention_heads", None) or [[]] * student.num_hidden_layers
-    layers = zip(
-        getattr(student, "layer_types", None) or (), getattr(student, "kept_tokens", ()), full
-    )
+    kinds = getattr(student, "layer_types", None) or ()
+    layers = zip(kinds, getattr(student, "kept_tokens", ()), full)
     return [
-        kept
-        for kind, kept, heads in layers
-        for _ in range(student.num_key_value_heads - len(heads))
-        if kind == "sliding_heads" and kept
+        number
+        for kind, numbers, heads in layers
+        for head, number in enumerate(numbers)
+        if kind == "sliding_heads" and head not in heads and number
     ]
 
 

@@ -1,94 +1,126 @@
 """How many heads must keep everything, so that a student is near enough to its teacher before it is trained."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.choice import Tried, choice_by_ranking
-from hf_memory.conversion.plan import Plan, resolve
-from hf_memory.conversion.recipe import Recipe
-from hf_memory.conversion.students import usual_window
+from hf_memory.conversion.choice import CONTEXT, Choice, Tried, choice_by_ranking, likely_choice
+from hf_memory.conversion.defaults import window_options, within_teacher
+from hf_memory.conversion.keep import Keep
+from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.conversion.untrained import ranked_heads, untrained_student
 from hf_memory.evaluation import agreement, cache_share
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 
-SHARES = ("1/25", "2/25", "3/25", "4/25", "6/25", "9/25", "1/2")
-WINDOWS = (128, 256, 512)  # tokens of which the other heads hold as many bytes, see `usual_window`
-CONTEXT = 8192
-ROWS = (
-    6  # tokens after which caches are compared, windows of the text on which students are measured
-)
+SHARES = ("1/25", "2/25", "3/25", "4/25", "6/25", "9/25", "1/2", "2/3")
+WINDOWS = (
+    128,
+    256,
+    512,
+)  # tokens of which the other heads hold as many bytes, see `window_options`
+SIZES = ("sliding_window", "num_kept_tokens")  # options that a goal decides
+ROWS = 6  # windows of the text on which students are measured
+
+
+class GoalNotReached(ValueError):
+    """Raised if no student is as near to its teacher as a goal says.
+
+    Attributes:
+        tried: the students that were measured.
+    """
+
+    def __init__(self, goal: float, tried: Sequence[Tried]):
+        self.tried = tuple(tried)
+        nearest = min(tried, key=lambda x: x.kl, default=None)
+        found = "no student could be measured"
+        if nearest is not None:
+            found = (
+                f"the nearest of {len(tried)} students, {nearest.keep} with a window of {nearest.window} and "
+                f"{nearest.kept_tokens} kept tokens, has {nearest.kl:.3g}"
+            )
+        super().__init__(
+            f"goal must be a KL that a student reaches before training, got {goal:g}: {found}"
+        )
 
 
 def smallest_student(
-    recipe: Recipe,
-    kl: float,
+    plan: Plan,
     teacher: PreTrainedModel,
     tokens: Text | Tensor,
     *,
     quantized: PreTrainedModel | None = None,
     report: Callable[[Progress], None] = silent,
-) -> list[Tried]:
+) -> Choice:
     """Measure untrained students in which a share of the heads keeps everything, up to the first that is near enough.
 
-    The student with the smallest cache is measured first. In each, 4 to 50 % of the heads keep everything, which
+    The student with the smallest cache is measured first. In each, 4 to 67 % of the heads keep everything, which
     are the first ones of `ranked_heads`; the other heads have windows and kept tokens of as many bytes as 128, 256 and
-    512 tokens, or the window of the recipe or the teacher. `choose` calls this for a recipe with a goal.
+    512 tokens, except for what the recipe or the teacher says. `choose` calls this for a plan with a goal.
 
     Args:
-        recipe: the recipe of the student, whose `keep` and `goal` are not used.
-        kl: largest KL divergence from the teacher before training, in nats per token.
+        plan: a plan with a goal.
         teacher: the teacher; it is not changed.
         tokens: [T], the training text; its last six windows are read.
         quantized: the teacher with quantised weights, from which the distance is then measured.
         report: is called with the progress.
 
     Raises:
-        ValueError: if no student is near enough, or the window is not shorter than the windows of the text.
+        GoalNotReached: if no student is near enough.
     """
-    usual = [usual_window(teacher.config, str(recipe.to), recipe.options, size) for size in WINDOWS]
-    given = [{**x, **recipe.options} for x in usual]
-    sizes = [
-        x for i, x in enumerate(given) if x not in given[:i]
-    ]  # one, if the recipe or the teacher has a window
-    wanted = [
-        replace(recipe, keep=f"heads:{share}", options=options, goal=None)
-        for share in SHARES
-        for options in sizes
-    ]
-    plans = [
-        plan for plan in (resolve(x, teacher.config, tokens) for x in wanted) if not plan.is_exact
-    ]
-    distinct = {
-        (plan.num_heads_to_rank, str(plan.recipe.options)): plan for plan in reversed(plans)
-    }  # least share first
-    plans = list(distinct.values())
+    goal = plan.goal
+    assert goal is not None
     observed = quantized or teacher
+    length = plan.recipe.distillation.length
+    candidates = sorted(_candidates(plan), key=_cache)
     heads = dict[int, list[HeadScore]]()  # by the window of the others
     tried = list[Tried]()
-    for i, plan in enumerate(sorted(plans, key=_cache)):
-        report(Progress("measuring untrained students", i, len(plans)))
-        size = plan.student.sliding_window  # type: ignore[attr-defined]
-        heads[size] = heads.get(size) or ranked_heads(observed, tokens, plan, report=report)
-        choice = choice_by_ranking(plan.recipe, teacher.config, heads[size])
-        final = resolve(plan.recipe, teacher.config, tokens, choice=choice)
-        student, _ = untrained_student(teacher, tokens, final, quantized=quantized)
-        length = plan.recipe.distillation.length
-        found = agreement(
-            student, observed, tokens[-ROWS * length :], length=length, max_tokens=None
-        ).kl
-        decided = replace(choice, keep=plan.keep, options=plan.recipe.options)
-        tried.append(Tried(plan.recipe, _cache(plan), float(found), decided))
-        if found <= kl:
-            return tried
-    least = min((x.kl for x in tried), default=None)
-    raise ValueError(
-        f"goal must be a KL that half of the heads reach before training, got {kl:g}, where {least} is"
-    )
+    for i, candidate in enumerate(candidates):
+        report(Progress("measuring untrained students", i, len(candidates)))
+        window = candidate.student.sliding_window  # type: ignore[attr-defined]
+        heads[window] = heads.get(window) or ranked_heads(
+            observed, tokens, candidate, report=report
+        )
+        ranked = choice_by_ranking(candidate.recipe, plan.teacher, heads[window])
+        choice = replace(ranked, keep=candidate.keep, options=candidate.choice.options)
+        decided = plan.with_choice(choice)
+        student, _ = untrained_student(teacher, tokens, decided, quantized=quantized)
+        rows = tokens[-ROWS * length :]
+        found = agreement(student, observed, rows, length=length, max_tokens=None).kl
+        tried.append(_tried(decided, float(found)))
+        if found <= goal:
+            return replace(choice, tried=tuple(tried))
+    raise GoalNotReached(goal, tried)
+
+
+def _candidates(plan: Plan) -> Iterator[Plan]:
+    """Plans of all shares and sizes, with the first heads in place of the best; none twice, or equal to the teacher."""
+    given = plan.given.options
+    to = str(plan.recipe.to)
+    known = set[tuple[int, str]]()
+    for share in SHARES:
+        keep = Keep.parse(f"heads:{share}")
+        for tokens in WINDOWS:
+            usual = within_teacher(window_options(to, tokens), plan.teacher)
+            options = {name: usual[name] for name in SIZES if name in usual and name not in given}
+            decided = Choice(keep=keep, options=options)
+            heads = likely_choice(decided.applied_to(plan.recipe), plan.teacher).heads
+            kind = len(heads), str(options)
+            if kind in known:
+                continue
+            known.add(kind)
+            candidate = plan.with_choice(replace(decided, heads=heads))
+            if not candidate.is_exact:
+                yield candidate
+
+
+def _tried(plan: Plan, kl: float) -> Tried:
+    window = plan.student.sliding_window  # type: ignore[attr-defined]
+    kept_tokens = plan.recipe.options.get("num_kept_tokens", 0)
+    return Tried(str(plan.keep), window, kept_tokens, _cache(plan), kl)
 
 
 def _cache(plan: Plan) -> float:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_memory.conversion.choice import Choice, chosen_student, keep_of, likely_choice
+from hf_memory.conversion import defaults
+from hf_memory.conversion.choice import Choice, chosen_student, likely_choice
+from hf_memory.conversion.defaults import student_keep, student_options, with_loss, with_stages
 from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.recipe import Recipe, Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
@@ -24,19 +26,19 @@ from hf_memory.conversion.stages.fine_tuning import (
 )
 from hf_memory.conversion.stages.trainer import new_parameters
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
-from hf_memory.conversion.students import can_have_windows, is_exact
+from hf_memory.conversion.students import is_exact
 from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
 from hf_memory.files.folders import check_folder, check_output, check_room, size_of
-from hf_memory.files.text import Text, check_text, check_tokens
+from hf_memory.files.text import ANY_TEXT, Text, TextFacts, check_text, check_tokens
 from hf_memory.modeling.checks import check, check_type
 from hf_memory.modeling.chunks import check_passes_gradients
+from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # size of a float32 number
 NOTHING = Choice()  # keeps no attention
-USUAL_KEEP = "heads:1/11"  # default of `keep`, where layers can have windows
 
 
 @dataclass(frozen=True)
@@ -57,30 +59,30 @@ class Plan:
     """A recipe that was resolved for one teacher and one text, with all that was decided about it.
 
     Attributes:
-        recipe: the recipe, with a value for each of its defaults.
+        given: the recipe as it was given.
+        recipe: the recipe with a value for each of its defaults, and with what the choice has decided.
         teacher: config of the teacher.
         student: config of the student.
         stages: the stages, in order.
-        num_tokens: tokens of the text.
-        targets: share of the tokens that are targets of a loss.
+        text: what is known of the text.
         scorer: config of the model that scores in distillation, if it is not the teacher.
         scorer_parameters: number of its parameters.
         student_parameters: number of the student's parameters.
         choice: what keeps the teacher's attention. In a plan that is not final, a stand-in: the first layers or heads,
             as many as the ranking will choose.
         is_final: whether nothing is left for `choose` to decide.
-        goal: the goal of the recipe that `choose` has yet to meet; the recipe of a plan has none.
         is_exact: whether the student equals its teacher before any training.
         training_length: tokens of the longest window before fine-tuning.
         teacher_parameters: number of the teacher's parameters; 0 in fine-tuning, which has none.
         quantized_parameters: number of the teacher's parameters that are quantised.
     """
 
+    given: Recipe
     recipe: Recipe
     teacher: PreTrainedConfig
     student: PreTrainedConfig
     stages: tuple[Stage, ...]
-    num_tokens: int
+    text: TextFacts
     student_parameters: int
     choice: Choice = NOTHING
     is_final: bool = True
@@ -88,10 +90,27 @@ class Plan:
     training_length: int = 0
     teacher_parameters: int = 0
     quantized_parameters: int = 0
-    targets: float = 1.0
     scorer: PreTrainedConfig | None = None
     scorer_parameters: int = 0
-    goal: float | None = None
+
+    def with_text(self, tokens: Text | Tensor) -> "Plan":
+        """The plan for a text that was read after the recipe was resolved; raises what `resolve` raises."""
+        facts = TextFacts.of(tokens)
+        return _planned(self.given, self.teacher, facts, self.scorer, None)
+
+    def with_choice(self, choice: Choice) -> "Plan":
+        """The final plan, by what the teacher's weights have decided; raises what `resolve` raises."""
+        return _planned(self.given, self.teacher, self.text, self.scorer, choice)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text."""
+        return len(self.text)
+
+    @property
+    def goal(self) -> float | None:
+        """The goal that `choose` has yet to meet."""
+        return self.recipe.goal
 
     @property
     def teacher_bytes(self) -> int:
@@ -145,35 +164,31 @@ class Plan:
 
     def describe(self, run: Run) -> dict[str, Any]:
         """The settings to which checkpoints of a run belong, without models and tokens."""
-        apart = ("options", "goal")
-        recipe = {
-            x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name not in apart
-        }
+        recipe = {x.name: getattr(self.recipe, x.name) for x in fields(Recipe)}
+        options = recipe.pop("options")
         kept: Any = str(self.keep) if self.keep.is_ranked else self.kept_layers
-        if self.goal is not None:
-            kept = f"goal {self.goal:g}"
-        return recipe | {"keep": kept, **self.recipe.options, **run.training}
+        return recipe | {"keep": kept, **options, **run.training}
 
 
 def resolve(
     recipe: Recipe,
     teacher: PreTrainedConfig,
-    tokens: Text | Tensor,
+    tokens: Text | Tensor | TextFacts = ANY_TEXT,
     scorer: PreTrainedConfig | None = None,
-    *,
-    choice: Choice | None = None,
 ) -> Plan:
     """Make the plan of a recipe for a teacher and a text, and refuse what cannot work. No weights are needed.
+
+    The plan of a recipe that leaves something to the teacher's weights is not final: its sizes and costs are right, and
+    its layers or heads are the first. `Plan.with_choice` makes it final. Only with a goal, which decides the sizes too,
+    they are those of the default for `keep`.
 
     Args:
         recipe: the recipe.
         teacher: config of the teacher, or of the model to fine-tune if `recipe.to` is None.
-        tokens: [T], the training text, tokenised by the teacher's tokenizer.
+        tokens: [T], the training text, tokenised by the teacher's tokenizer, or what is known of it; without it, the
+            plan is for any text that is long enough, see `Plan.with_text`.
         scorer: config of a model of the same vocabulary, usually a larger one, that scores in distillation in place of
             the teacher, which gives the weights.
-        choice: what `choose` has decided by the teacher's weights. Without it, the plan of a recipe that leaves
-            something to decide is not final: its sizes and costs are right, and its layers or heads are the first.
-            Only with a goal, which decides the sizes too, they are those of the default for `keep`.
 
     Raises:
         ValueError: if the teacher, the family, a layer or an option is not supported, the text does not fit, or an
@@ -183,53 +198,52 @@ def resolve(
     check_type("teacher", teacher, PreTrainedConfig)
     check_type("scorer", scorer, PreTrainedConfig | None)
     check_text(tokens)
-    if choice is not None:
-        recipe = choice.applied_to(recipe)
     recipe.check()
-    goal = recipe.goal
-    if recipe.to is None:
-        return _resolve_fine_tuning(recipe, teacher, tokens)
-    _check_models(recipe, teacher, scorer)
-    positions = getattr(teacher, "max_position_embeddings", None) or len(tokens)
-    usual_keep = USUAL_KEEP if goal is not None or can_have_windows(recipe.to) else "none"
-    recipe = replace(recipe, goal=None).fitting(usual_keep, min(positions, len(tokens)))
-    if scorer is not None:
-        check_tokens(tokens, scorer, recipe.distillation.length)
-    is_open = goal is not None or keep_of(recipe).is_ranked or recipe.spread_kept
+    if recipe.to is not None:
+        _check_models(recipe, teacher, scorer)
+    return _planned(recipe, teacher, TextFacts.of(tokens), scorer, None)
+
+
+def _planned(
+    given: Recipe,
+    teacher: PreTrainedConfig,
+    text: TextFacts,
+    scorer: PreTrainedConfig | None,
+    choice: Choice | None,
+) -> Plan:
+    """The plan of a recipe; without a choice, of a likely one."""
+    if given.to is None:
+        return _fine_tuning_plan(given, teacher, text)
+    recipe = given if choice is None else choice.applied_to(given)
+    keep = student_keep(recipe, teacher)
+    recipe = replace(recipe, keep=keep, options=student_options(recipe, keep, teacher))
+    is_open = recipe.goal is not None or keep.is_ranked or recipe.spread_kept
     is_final = choice is not None or not is_open
     choice = likely_choice(recipe, teacher) if choice is None else choice
     config = chosen_student(recipe, choice, teacher)
-    kept_tokens = getattr(config, "num_kept_tokens", 0)
-    is_spread = choice.kept_tokens is not None
-    is_number = type(kept_tokens) is int and kept_tokens > 0
-    can_spread = is_number or is_spread or not recipe.spread_kept
-    check(can_spread, "num_kept_tokens", "one number to spread", kept_tokens)
+    _check_spread(recipe, config)
     whole = _on_meta(teacher)
     student = _on_meta(config)
     scores = scorer and _on_meta(scorer)
     carry_over(student, whole)
     has_new_parts = bool(new_parameters(student))
-    if recipe.train is None:
-        has_memory = recipe.to != "attention" and has_new_parts
-        recipe = replace(recipe, train="all" if has_memory else "attention")
-    if not has_new_parts:
-        recipe = replace(recipe, distillation=recipe.distillation._replace(memory_factor=1.0))
-    training_length = _training_length(recipe, config, tokens)
-    if (sinks := getattr(config, "num_sink_tokens", 0)) >= training_length:
-        raise ValueError(
-            f"num_sink_tokens must be fewer than the {training_length} tokens of a training window, got {sinks}"
-        )
+    recipe = with_stages(recipe, config, text, has_new_parts=has_new_parts)
+    training_length = _training_length(recipe, config, text)
+    if scorer is not None:
+        check_tokens(text, scorer, recipe.distillation.length)
     exact = is_exact(config, teacher, training_length)
-    if exact and not is_final and keep_of(recipe).kind == "auto":
+    if exact and not is_final and keep.kind == "auto":
         raise ValueError(
             "keep must not be auto for a student that equals its teacher whatever layers it keeps"
         )
+    recipe = with_loss(recipe, is_exact=exact)
     return Plan(
+        given,
         recipe,
         teacher,
         config,
         tuple(_stages(recipe, exact, student, whole, scored=scorer is not None)),
-        len(tokens),
+        text,
         _count(student),
         choice=choice,
         is_final=is_final,
@@ -239,8 +253,15 @@ def resolve(
         quantized_parameters=num_quantized(scores or whole) if recipe.teacher_bits else 0,
         scorer=scorer,
         scorer_parameters=_count(scores) if scores else 0,
-        targets=Text.of(tokens).share,
-        goal=goal,
+    )
+
+
+def _check_spread(recipe: Recipe, student: PreTrainedConfig) -> None:
+    """Raise ValueError if there is no number of kept tokens to spread over the layers."""
+    kept_tokens = getattr(student, "num_kept_tokens", 0)
+    is_number = type(kept_tokens) is int and kept_tokens > 0
+    check(
+        is_number or not recipe.spread_kept, "num_kept_tokens", "one number to spread", kept_tokens
     )
 
 
@@ -278,6 +299,9 @@ def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
 def _check_models(
     recipe: Recipe, teacher: PreTrainedConfig, scorer: PreTrainedConfig | None
 ) -> None:
+    kind = teacher.model_type
+    is_student = isinstance(teacher, MemoryConfig)
+    check(not is_student, "teacher", "a Transformer: a student is not converted again", kind)
     find_teacher(teacher)
     size = teacher.vocab_size
     if recipe.teacher_bits is not None:
@@ -288,61 +312,63 @@ def _check_models(
         )
 
 
-def _training_length(recipe: Recipe, student: PreTrainedConfig, tokens: Text | Tensor) -> int:
+def _training_length(recipe: Recipe, student: PreTrainedConfig, text: TextFacts) -> int:
     """Tokens of the longest window before fine-tuning, after a check that the student, which has no more positions than
     its teacher, can read it."""
     lengths = [
         schedule.length for schedule in (recipe.transfer, recipe.distillation) if schedule.steps
     ]
-    check_tokens(tokens, student, *lengths)
-    check_fine_tuning(tokens, student, recipe.fine_tuning)
-    return max(lengths, default=recipe.transfer.length)
+    check_tokens(text, student, *lengths)
+    check_fine_tuning(text, student, recipe.fine_tuning)
+    length = max(lengths, default=recipe.transfer.length)
+    sinks = getattr(student, "num_sink_tokens", 0)
+    wanted = f"fewer than the {length} tokens of a training window"
+    check(sinks < length, "num_sink_tokens", wanted, sinks)
+    return length
 
 
 def _stages(
     recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreTrainedModel, *, scored: bool
 ) -> Iterator[Stage]:
-    transfer = AttentionTransfer(student, teacher)  # type: ignore[arg-type]
-    if recipe.transfer.steps and len(transfer.mixers) and not exact:
-        yield Stage("transfer", TRANSFER, recipe.transfer, recipe.seed, _count(transfer))
-    if recipe.distillation.steps:
-        if recipe.distillation.chunk_length:
+    transfer, distillation, fine_tuning = recipe.schedules.values()
+    seed = recipe.seed
+    learner = AttentionTransfer(student, teacher)  # type: ignore[arg-type]
+    if transfer.steps and len(learner.mixers) and not exact:
+        yield Stage("transfer", TRANSFER, transfer, seed, _count(learner))
+    if distillation.steps:
+        if distillation.chunk_length:
             check_passes_gradients(student.model, "chunk_length of distillation must be 0")  # type: ignore[attr-defined]
-        part = float(exact) if recipe.cross_entropy is None else recipe.cross_entropy
+        part = recipe.cross_entropy or 0.0
         if part == 1 and scored:
             raise ValueError("cross_entropy must be below 1 with a scorer, got 1")
-        own = own_learners(student, recipe.train)
+        own = own_learners(student, str(recipe.train))
         if recipe.train == "new" and not own:
             raise ValueError(
                 "train must not be new for a student without parts that are new, got new"
             )
-        learned = num_learned(student, lora_rank_of(recipe.train), own)
-        yield Stage(
-            "distillation", loss_name(part), recipe.distillation, recipe.seed + 1, learned, part
-        )
-    if recipe.fine_tuning.steps:
-        yield _fine_tuning(recipe, student, recipe.seed + 2)
+        learned = num_learned(student, lora_rank_of(str(recipe.train)), own)
+        yield Stage("distillation", loss_name(part), distillation, seed + 1, learned, part)
+    if fine_tuning.steps:
+        yield _fine_tuning(recipe, fine_tuning, student, seed + 2)
 
 
-def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Text | Tensor) -> Plan:
-    if not recipe.fine_tuning.steps:
-        raise ValueError("steps of fine-tuning must be at least 1, got 0")
-    check_fine_tuning(tokens, config, recipe.fine_tuning)
+def _fine_tuning_plan(given: Recipe, config: PreTrainedConfig, text: TextFacts) -> Plan:
+    """The plan of a recipe without a student."""
+    schedule = defaults.FINE_TUNING._replace(**given.fine_tuning.given)
+    recipe = replace(given, fine_tuning=schedule)
+    check(schedule.steps > 0, "steps of fine-tuning", "at least 1", schedule.steps)
+    check_fine_tuning(text, config, schedule)
     model = _on_meta(config)
-    stages = (_fine_tuning(recipe, model, recipe.seed),)
-    targets = Text.of(tokens).share
-    return Plan(recipe, config, config, stages, len(tokens), _count(model), targets=targets)
+    stages = (_fine_tuning(recipe, schedule, model, recipe.seed),)
+    return Plan(given, recipe, config, config, stages, text, _count(model))
 
 
-def _fine_tuning(recipe: Recipe, model: PreTrainedModel, seed: int) -> Stage:
-    if recipe.fine_tuning.chunk_length:
+def _fine_tuning(recipe: Recipe, schedule: Schedule, model: PreTrainedModel, seed: int) -> Stage:
+    if schedule.chunk_length:
         check_passes_gradients(model.model, "chunk_length of fine_tuning must be 0")  # type: ignore[attr-defined]
-    learned = num_learned(
-        model, recipe.lora_rank, () if recipe.lora_rank else set(model.parameters())
-    )
-    return Stage(
-        "fine_tuning", FINE_TUNING, recipe.fine_tuning, seed, learned, 1.0, recipe.lora_rank
-    )
+    whole = () if recipe.lora_rank else set(model.parameters())
+    learned = num_learned(model, recipe.lora_rank, whole)
+    return Stage("fine_tuning", FINE_TUNING, schedule, seed, learned, 1.0, recipe.lora_rank)
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
 from hf_memory.conversion.keep import Keep
-from hf_memory.conversion.students import keeps_tokens
 from hf_memory.files.ram import memory_for
 from hf_memory.modeling.checks import LARGEST, check, check_type
 
@@ -24,6 +23,8 @@ def counted(number: int, noun: str) -> str:
 
 class Schedule(NamedTuple):
     """The training schedule of a stage.
+
+    In a recipe, fields that are None have the defaults of the stage, see `with_some`.
 
     Attributes:
         steps: number of training steps.
@@ -48,6 +49,16 @@ class Schedule(NamedTuple):
     repeats: float = 0.0
     start_length: int = 0
     chunk_length: int = 0
+
+    @classmethod
+    def with_some(cls, **given) -> "Schedule":
+        """A schedule with some of its fields, for a recipe; the others are None."""
+        return cls(**{**dict.fromkeys(cls._fields), **given})  # type: ignore[arg-type]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
     @property
     def lengths(self) -> list[int]:
@@ -129,52 +140,43 @@ TRAINED = {  # what learns in distillation, in words
     "attention": "the student without its embeddings and feed-forward layers was",
     "new": "the parts that its teacher does not have were",
 }
-TRANSFER_SCHEDULE = Schedule(100, 3e-3, batch_size=1, length=1024, warmup=0.1, repeats=0.25)
-DISTILLATION_SCHEDULE = Schedule(
-    250, 1e-4, batch_size=1, length=2048, warmup=0.1, memory_factor=20.0, repeats=0.3
-)
-NEAR_SCHEDULE = DISTILLATION_SCHEDULE._replace(steps=20, learning_rate=3e-5)
-NO_FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
-
-
-def usual_distillation(to: str | None, options: Mapping[str, Any]) -> Schedule:
-    """The default schedule of distillation, short and careful for students that begin near their teacher.
-
-    These are the students without another memory whose heads keep tokens.
-
-    Args:
-        to: the student's memory, as in `Recipe`.
-        options: fields of the student's config that the user has set.
-    """
-    is_near = to == "attention" and keeps_tokens(options)
-    return NEAR_SCHEDULE if is_near else DISTILLATION_SCHEDULE
+# fields of a recipe with the schedules of its stages, in order
+STAGES = ("transfer", "distillation", "fine_tuning")
+BY_DEFAULT = Schedule.with_some()
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Everything that determines a student, together with its teacher and the text.
 
+    What is None has a default that depends on the teacher, see `defaults`. `Plan.recipe` has a value for each.
+
     Args:
         to: the student's memory, a name in STUDENTS; `"attention"` for a student without one, whose layers have
             attention over a window; None to fine-tune a model and leave its architecture as it is.
-        keep: what keeps the teacher's attention; default: `"heads:1/11"`, or `"none"` for families whose layers cannot
-            have windows. Layer numbers, counted from 0, or words; it becomes a `Keep`. `"heads:1/10"` keeps no layer;
-            instead a tenth of the key-value heads in replaced layers keep all keys and values, those that predictions
-            of the teacher need most, see `rank_heads_by_predictions`. The other heads have what options say, see
-            `usual_window`: by default a window of 64 tokens, four first ones and 371 others that received attention, in
-            8 bits; or with a memory of another kind a window of 256 tokens and what left it. `"auto"` keeps the quarter
-            of the layers that matter most (an eighth with `"auto:1/8"`), those whose heads' scores of the same ranking
-            have the largest sum. `"retrieval:1/10"` ranks heads by their retrieval, see `rank_heads_by_retrieval`,
-            which needs no gradients.
+        keep: what keeps the teacher's attention; default: `"heads:1/11"`, `"heads:2/3"` of a teacher in which few
+            layers see everything, or `"none"` for families whose layers cannot have windows. Layer numbers, counted
+            from 0, or words; it becomes a `Keep`. `"heads:1/10"` keeps no layer; instead a tenth of the key-value heads
+            in replaced layers keep all keys and values, those that predictions of the teacher need most, see
+            `rank_heads_by_predictions`. The other heads have what options say: by default a window of 64 tokens, four
+            first ones and 371 others that received attention, in 8 bits; or with a memory of another kind a window of
+            256 tokens and what left it. `"auto"` keeps the quarter of the layers that matter most (an eighth with
+            `"auto:1/8"`), those whose heads' scores of the same ranking have the largest sum. `"retrieval:1/10"` ranks
+            heads by their retrieval, see `rank_heads_by_retrieval`, which needs no gradients.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
+        servable: whether the student gets the options that inference engines have, and is refused if none can run it.
+        size: how much students without another memory hold, a name in SIZES; default: what `keep` and `options` say.
         spread_kept: whether layers keep different numbers of older tokens (`num_kept_tokens`), as many in total, where
             the student comes nearest to its teacher by them before it is trained, see `spread_kept_tokens`.
-        transfer: schedule of attention transfer. Windows of the default length are shortened for a teacher or a text
-            that has fewer tokens, here and in distillation. A stage with 0 steps is left out. Attention transfer is
-            also left out if the student equals its teacher before any training.
+        transfer: schedule of attention transfer. `Schedule.with_some(steps=20)` gives some of its fields; others have
+            defaults, here and in the next two. Windows of the default length are shortened for a teacher or a text that
+            has fewer tokens. A stage with 0 steps is left out. Attention transfer is also left out if the student
+            equals its teacher before any training, or has no parts to train in it.
         distillation: schedule of distillation, in which what `train` says learns from the teacher's predictions;
-            default: `usual_distillation`.
-        fine_tuning: schedule of fine-tuning. Its windows may be longer than the teacher's largest position.
+            default: 20 careful steps for a student whose heads keep older tokens, which begins near its teacher, and
+            250 for others.
+        fine_tuning: schedule of fine-tuning; default: no steps. Its windows may be longer than the teacher's largest
+            position.
         train: what distillation trains. `"all"` weights; with `"attention"` all but embeddings and feed-forward layers,
             which stay the teacher's; the parts that are `"new"`, so that what equals the teacher stays so; or with
             `"lora:8"` these parts, and the other linear layers with LoRA of rank 8. Default: all weights of a student
@@ -192,11 +194,13 @@ class Recipe:
     to: str | None = "attention"
     keep: Keep | str | Collection[int] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    servable: bool = False
+    size: str | None = None
     spread_kept: bool = False
-    transfer: Schedule = TRANSFER_SCHEDULE
-    distillation: Schedule = None  # type: ignore[assignment]  # until it is made
-    fine_tuning: Schedule = NO_FINE_TUNING
-    train: str = None  # type: ignore[assignment]  # until `resolve`
+    transfer: Schedule = BY_DEFAULT
+    distillation: Schedule = BY_DEFAULT
+    fine_tuning: Schedule = BY_DEFAULT
+    train: str | None = None
     lora_rank: int | None = None
     temperature: float = 1.0
     cross_entropy: float | None = None
@@ -207,71 +211,44 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.keep is not None:
             object.__setattr__(self, "keep", Keep.parse(self.keep))
-        if self.distillation is None:
-            object.__setattr__(self, "distillation", usual_distillation(self.to, self.options))
-
-    def fitting(self, keep: str, longest: int) -> "Recipe":
-        """The recipe with this default for `keep`, and with windows of default lengths that have at most `longest`."""
-        usual = {
-            "transfer": TRANSFER_SCHEDULE,
-            "distillation": usual_distillation(self.to, self.options),
-        }
-        given = {name: getattr(self, name) for name in usual}
-        short = {
-            name: x._replace(length=longest)
-            for name, x in given.items()
-            if usual[name].length == x.length > longest
-        }
-        return replace(self, keep=keep if self.keep is None else self.keep, **short)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The schedules of the stages by name, in order."""
-        return {
-            "transfer": self.transfer,
-            "distillation": self.distillation,
-            "fine_tuning": self.fine_tuning,
-        }
+        return {name: getattr(self, name) for name in STAGES}
 
     def check(self) -> None:
         """Raise ValueError if a value is wrong for every teacher and text."""
         check(isinstance(self.options, Mapping), "options", "names with values", self.options)
         for name, kind in get_type_hints(Recipe).items():
-            has_default_later = name == "train" and self.train is None
-            if name not in ("options", "keep") and not has_default_later:
+            if name not in ("options", "keep"):
                 check_type(name, getattr(self, name), kind)
-        for name, schedule in self.schedules.items():
-            schedule.check(name)
-        if self.goal is not None and self.keep is not None:
-            raise ValueError(
-                f"goal must not be given with keep or servable, got {self.goal:g} and {self.keep}"
-            )
-        factor = self.transfer.memory_factor
-        chunk = self.transfer.chunk_length
-        check(
-            factor == 1,
-            "memory_factor of transfer",
-            "1, since that stage trains memory layers only",
-            factor,
-        )
-        check(
-            not chunk,
-            "chunk_length of transfer",
-            "0, since that stage trains each layer for itself",
-            chunk,
-        )
+        for stage, schedule in self.schedules.items():
+            if None not in schedule:
+                schedule.check(stage)
+        if self.goal is not None:
+            others = {"keep": self.keep, "servable": self.servable, "size": self.size}
+            given = [f"{name}={x}" for name, x in others.items() if x]
+            wanted = "given without keep, servable and size"
+            check(not given, "goal", wanted, f"{self.goal:g} with {' and '.join(given)}")
+        self._check_transfer()
         check_loss(self.temperature, self.cross_entropy or 0)
         if self.train is not None:
             lora_rank_of(self.train)
         check(0 <= self.seed <= MAX_SEED, "seed", f"from 0 to {MAX_SEED}", self.seed)
         if self.lora_rank is not None:
             check(self.lora_rank >= 1, "lora_rank", "at least 1", self.lora_rank)
-            check(
-                self.fine_tuning.steps > 0,
-                "lora_rank",
-                "None without steps of fine_tuning",
-                self.lora_rank,
-            )
+            has_steps = (self.fine_tuning.steps or 0) > 0
+            check(has_steps, "lora_rank", "None without steps of fine_tuning", self.lora_rank)
+
+    def _check_transfer(self) -> None:
+        given = self.transfer.given
+        for name, only, reason in (
+            ("memory_factor", 1, "that stage trains memory layers only"),
+            ("chunk_length", 0, "that stage trains each layer for itself"),
+        ):
+            value = given.get(name, only)
+            check(value == only, f"{name} of transfer", f"{only}, since {reason}", value)
 
 
 def check_loss(temperature: float, cross_entropy: float) -> None:
@@ -280,13 +257,13 @@ def check_loss(temperature: float, cross_entropy: float) -> None:
     check(0 <= cross_entropy <= 1, "cross_entropy", "from 0 to 1", cross_entropy)
 
 
-def lora_rank_of(train: str) -> int | None:
-    """The rank of `lora:RANK`, or None for `all`, `attention` and `new`.
+def lora_rank_of(train: str | None) -> int | None:
+    """The rank of `lora:RANK`, or None for `all`, `attention` and `new`, and without anything that is trained.
 
     Raises:
         ValueError: for other words.
     """
-    if train in TRAINED:
+    if train is None or train in TRAINED:
         return None
     kind, _, rank = train.partition(":")
     has_rank = kind == "lora" and rank.isdecimal() and int(rank) > 0

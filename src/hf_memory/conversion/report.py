@@ -67,7 +67,7 @@ class Results:
     past: str
     story: list[str]
     recipe: dict
-    losses: dict[str, History]
+    losses: Mapping[str, History]
     rows: dict[str, Found]
     limits: str = ""
     window: int = 0
@@ -99,7 +99,7 @@ class Results:
 
 def results_of(
     plan: Plan,
-    losses: dict[str, History],
+    losses: Mapping[str, History],
     rows: dict[str, Found],
     *,
     teacher: str,
@@ -137,6 +137,16 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / RESULTS).write_text("{}\n", encoding="utf-8")
+
+
+def add_story(folder: Path, plan: Plan, teacher: str) -> None:
+    """Say in the card of a model that is not measured yet what it was made of, and how."""
+    file = folder / "README.md"
+    if file.exists():
+        card = ModelCard.load(file, ignore_metadata_errors=True)
+        made_of = f"Made of `{teacher}`. {' '.join(story(plan))}"
+        card.content = f"{card.content.rstrip()}\n\n{made_of}\n"
+        card.save(file)
 
 
 def add_results(path: Path, results: Results) -> None:

@@ -26,10 +26,17 @@ from hf_memory.conversion.teachers.loading import (
 from hf_memory.evaluation import ITEMS, record
 from hf_memory.export import find_target
 from hf_memory.files.folders import RESULTS, check_output
-from hf_memory.files.text import Text, hold_out
+from hf_memory.files.text import ANY_TEXT, Text, hold_out
 from hf_memory.files.tokenised import read_tokens
 
 TOKENS = "tokens"  # folder beside checkpoints
+MADE = "made"  # of a record: how the model was made that is measured
+
+
+NOT_SERVABLE = (
+    "Leave out --servable, or options that are named here: without it transformers runs the student, and vLLM with our "
+    "plugin"
+)
 
 
 def no_files(plan: Plan) -> dict[str, str]:
@@ -53,7 +60,6 @@ class Request:
         max_tokens: largest number of tokens of the text to read; default: all.
         assistant_only: whether only the assistant's turns are learnt in conversations.
         scored_by: model that scores in distillation in place of the teacher, as `model`; default: the teacher.
-        servable: whether a student is refused that no inference engine can run.
         measure_tokens: number of held-out tokens on which models are compared.
         items: questions of each kind on which answers are scored; 0: none.
         overwrite: whether the result of an earlier run in `output` is replaced.
@@ -69,28 +75,25 @@ class Request:
     max_tokens: int | None = None
     assistant_only: bool = False
     scored_by: str | None = None
-    servable: bool = False
     measure_tokens: int = 2**16
     items: int = ITEMS
     overwrite: bool = False
     extra_files: Callable[[Plan], Mapping[str, str]] = no_files
 
-    def settings(self) -> dict[str, str]:
+    def settings(self, plan: Plan) -> dict[str, str]:
         """What determines the result, by name, so that a call that was stopped is known again."""
         apart = ("recipe", "run", "overwrite", "extra_files", "output")
         given = {x.name: getattr(self, x.name) for x in fields(self) if x.name not in apart}
-        recipe = {x.name: getattr(self.recipe, x.name) for x in fields(Recipe)}
-        options = {f"option {name}": x for name, x in recipe.pop("options").items()}
-        training = {f"training {name}": x for name, x in self.run.training.items()}
-        return describe(given | recipe | options | training)
+        return describe({**given, **plan.describe(self.run)})
 
-    def is_unfinished(self) -> bool:
-        """Whether the output has the model of the same request, which was stopped while it was measured."""
+    def unfinished(self, settings: Mapping[str, str]) -> record.Record | None:
+        """The record in the output if it has the model of the same request, which was stopped while it was measured."""
         with suppress(ValueError, OSError):  # of damaged files, of other requests, or without files
             results = json.loads((self.output / RESULTS).read_text(encoding="utf-8"))
-            known = record.open_record(self.output, self.settings())
-            return results == {} and (self.output / record.FILE).exists() and bool(known)
-        return False
+            known = record.open_record(self.output, dict(settings))
+            if results == {} and MADE in known:
+                return known
+        return None
 
 
 class Prepared(NamedTuple):
@@ -101,7 +104,14 @@ class Prepared(NamedTuple):
     tokenizer: Any
     tokens: Text  # the training text
     held_out: Text
-    known: record.Record  # what a stopped call has measured
+    known: (
+        record.Record
+    )  # what a stopped call has measured; and how the model was made, if it was saved
+
+    @property
+    def made(self) -> dict[str, Any] | None:
+        """Choice and losses of a model that a stopped call has saved."""
+        return self.known.get(MADE)
 
 
 def prepare(request: Request, *, is_dry: bool = False) -> Prepared:
@@ -125,13 +135,13 @@ def prepare(request: Request, *, is_dry: bool = False) -> Prepared:
     scorer = None
     if request.scored_by is not None:
         scorer = _scorer(request.scored_by, request.model, config)
-    _check_sizes(request, config, scorer)
-    is_unfinished = request.is_unfinished()
-    if is_unfinished:
-        request = replace(request, overwrite=True)
+    draft = resolve(recipe, config, ANY_TEXT, scorer)
+    _check_draft(request, draft)
+    settings = request.settings(draft)
+    unfinished = request.unfinished(settings)
     check_output(
         request.output,
-        overwrite=request.overwrite,
+        overwrite=request.overwrite or unfinished is not None,
         beside={"checkpoints": request.run.checkpoints},
     )
     if not is_dry:
@@ -141,26 +151,22 @@ def prepare(request: Request, *, is_dry: bool = False) -> Prepared:
     if "eval_steps" in request.run.training:
         tokens, validation = hold_out(tokens)
         request = replace(request, run=replace(request.run, validation=validation))
-    draft = resolve(request.recipe, config, tokens, scorer)
+    draft = draft.with_text(tokens)
     if not is_dry:
         check_space(draft, request.run, output=request.output)
-    known: record.Record = {"settings": request.settings(), "models": {}}
-    if is_unfinished:
-        known = record.open_record(request.output, request.settings())
+    known = unfinished or {"settings": settings, "models": {}}
     return Prepared(request, draft, tokenizer, tokens, held_out, known)
 
 
-def _check_sizes(
-    request: Request, config: PreTrainedConfig, scorer: PreTrainedConfig | None
-) -> None:
+def _check_draft(request: Request, draft: Plan) -> None:
     """Refuse what can be seen without the text and weights."""
-    longest = max(schedule.length for schedule in request.recipe.schedules.values())
-    any_text = torch.zeros(longest, dtype=torch.long)  # of which only the length matters
-    plan = resolve(request.recipe, config, any_text, scorer)
-    validation = any_text if "eval_steps" in request.run.training else None
-    check_run(plan, replace(request.run, validation=validation))
-    if request.servable:
-        find_target(plan.student)  # type: ignore[arg-type]
+    validation = None
+    if "eval_steps" in request.run.training:
+        longest = max(stage.schedule.length for stage in draft.stages)
+        validation = torch.zeros(longest, dtype=torch.long)  # of which only the length matters
+    check_run(draft, replace(request.run, validation=validation))
+    if request.recipe.servable:
+        find_target(draft.student, advice=NOT_SERVABLE)  # type: ignore[arg-type]
 
 
 def _scorer(name: str, teacher_name: str, teacher: PreTrainedConfig) -> PreTrainedConfig:

@@ -58,6 +58,10 @@ USABLE = sorted(
 )  # training arguments that a user may set; stages set others, or lack them
 
 
+def ignore(plan: Any) -> None:
+    """Do nothing about a plan."""
+
+
 @dataclass(frozen=True)
 class Run:
     """How a conversion is run: its checkpoints, progress reports and options of the Trainer.
@@ -67,6 +71,7 @@ class Run:
             with the same arguments.
         callbacks: callbacks of the Trainer in all stages.
         report: is called with the progress of each task.
+        chosen: is called with the final plan, before anything is trained.
         training: further TrainingArguments of transformers for all stages, such as `bf16` and
             `activation_checkpointing`. `gradient_accumulation_steps` does not change the schedules. With `eval_steps`
             the loss of each stage on `validation` is found every so many steps, and with `load_best_model_at_end` a
@@ -79,6 +84,7 @@ class Run:
     checkpoints: Path | None = None
     callbacks: tuple[TrainerCallback, ...] = ()
     report: Callable[[Progress], None] = silent
+    chosen: Callable[[Any], None] = ignore
     training: Mapping[str, Any] = field(default_factory=dict)
     validation: Text | Tensor | None = None
     later: float = 0.0
@@ -116,8 +122,10 @@ class Run:
     def check(self, *schedules: Schedule) -> None:
         """Raise ValueError if stages with these schedules cannot be run with these training arguments."""
         if unknown := sorted(set(self.training) - set(USABLE)):
-            given = ", ".join(unknown) + nearest(unknown[0], USABLE)
-            raise ValueError(f"training must be arguments from {', '.join(USABLE)}, got {given}")
+            meant = nearest(unknown[0], USABLE) or f"; possible are {', '.join(USABLE)}"
+            raise ValueError(
+                f"training must be arguments of transformers that no stage sets itself, got {', '.join(unknown)}{meant}"
+            )
         for name in ("activation_checkpointing", "gradient_checkpointing"):
             if self.training.get(name) and any(schedule.chunk_length for schedule in schedules):
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from hf_memory.conversion.choice import Choice
 from hf_memory.conversion.choosing import final_plan
-from hf_memory.conversion.convert import Conversion, convert
+from hf_memory.conversion.convert import convert
 from hf_memory.conversion.plan import Plan
-from hf_memory.conversion.report import Results, add_results, results_of, write_model
-from hf_memory.conversion.request import Prepared, Request, device, prepare
+from hf_memory.conversion.report import Results, add_results, add_story, results_of, write_model
+from hf_memory.conversion.request import MADE, Prepared, Request, device, prepare
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
@@ -55,7 +56,7 @@ class Trained(NamedTuple):
 
     model: PreTrainedModel
     plan: Plan
-    losses: dict[str, History]
+    losses: Mapping[str, History]
     measure: Callable[[], Iterator[tuple[str, Found]]]  # of each model, by name
     adapter: Path | None = None  # folder of LoRA weights
 
@@ -71,8 +72,8 @@ class Models(NamedTuple):
 def convert_and_save(request: Request) -> Saved | None:
     """Convert a model, save the student in a folder, measure it beside its teacher, and write its card.
 
-    All that can be wrong is found before any work. The same call goes on from the checkpoints of one that was stopped,
-    and does not measure again what was measured.
+    All that can be wrong is found before any work. The same call goes on from the checkpoints of one that was stopped;
+    if its model was saved, only what was not measured is measured.
 
     Args:
         request: what is converted, how, and where the student goes. With a recipe whose `to` is None, the model is
@@ -95,8 +96,16 @@ def convert_and_save(request: Request) -> Saved | None:
             trained = _converted(prepared)
         if trained is None:
             return None
-        _save(prepared, trained)
-        results = _results(prepared, trained)
+        if prepared.made is None:
+            _save(prepared, trained)
+        try:
+            results = _results(prepared, trained)
+        except BaseException as error:
+            error.add_note(
+                f"The model is saved in {request.output}. The same command goes on with measuring it, and so does "
+                f"hf-memory evaluate {request.output} --held-out"
+            )
+            raise
         add_results(request.output, results)
         (request.output / record.FILE).unlink(missing_ok=True)
         return Saved(trained.model, trained.plan, results)
@@ -154,35 +163,41 @@ def _is_loadable(prepared: Prepared) -> bool:
 def _converted(prepared: Prepared) -> Trained | None:
     """The student and its measurements; None in all processes except the first."""
     models = load_models(prepared.request, prepared.draft)
-    made = convert(
-        models.teacher,
-        prepared.tokens,
-        prepared.draft,
-        prepared.request.run,
-        quantized=models.quantized,
-        scorer=models.scorer,
-    )
+    if prepared.made is None:
+        made = convert(
+            models.teacher,
+            prepared.tokens,
+            prepared.draft,
+            prepared.request.run,
+            quantized=models.quantized,
+            scorer=models.scorer,
+        )
+        student = made.student
+        plan = made.plan
+        losses = made.losses
+    else:
+        plan = prepared.draft.with_choice(Choice.of_json(prepared.made["choice"]))
+        student = load_teacher(str(prepared.request.output)).to(device())  # type: ignore[arg-type,assignment]
+        losses = prepared.made["losses"]
     group = processes()
     group.destroy_process_group()
     if not group.is_main_process:
         return None
-    measure = partial(_measure_conversion, prepared, made, models)
-    return Trained(made.student, made.plan, made.losses, measure)
+    measure = partial(_measure_conversion, prepared, student, plan, models)
+    return Trained(student, plan, losses, measure)
 
 
 def _measure_conversion(
-    prepared: Prepared, made: Conversion, models: Models
+    prepared: Prepared, student: PreTrainedModel, plan: Plan, models: Models
 ) -> Iterator[tuple[str, Found]]:
     """The measurements of the teacher, and of the student before and after its training."""
-    teacher = models.teacher.to(made.student.device)  # type: ignore[arg-type]
-    measure = partial(_measure, prepared, made.plan)
+    teacher = models.teacher.to(student.device)  # type: ignore[arg-type]
+    measure = partial(_measure, prepared, plan)
     yield "teacher", measure("teacher", teacher)
-    after = measure("student", made.student, teacher)
-    if made.plan.stages:
-        made.student.cpu()
-        before, _ = untrained_student(
-            teacher, prepared.tokens, made.plan, quantized=models.quantized
-        )
+    after = measure("student", student, teacher)
+    if plan.stages:
+        student.cpu()
+        before, _ = untrained_student(teacher, prepared.tokens, plan, quantized=models.quantized)
         found = measure("before training", before, teacher, tasks=QUALITY)
         yield "before training", found | {"speed": after["speed"]}
     yield "student", after
@@ -199,15 +214,20 @@ def _fine_tuned(prepared: Prepared, scratch: Path) -> Trained | None:
         before["before"] = _measure(prepared, plan, "before", model, is_saved=False)
     (stage,) = plan.stages
     adapter = None if stage.lora_rank is None else scratch / "adapter"
-    losses = fine_tune(
-        model,
-        prepared.tokens,
-        stage.schedule,
-        lora_rank=stage.lora_rank,
-        adapter=adapter,
-        seed=stage.seed,
-        run=prepared.request.run,
-    )
+    if prepared.made is None:
+        history = fine_tune(
+            model,
+            prepared.tokens,
+            stage.schedule,
+            lora_rank=stage.lora_rank,
+            adapter=adapter,
+            seed=stage.seed,
+            run=prepared.request.run,
+        )
+        losses = {FINE_TUNING: history}
+    else:
+        model = load_teacher(str(prepared.request.output)).to(device())  # type: ignore[arg-type]
+        losses = prepared.made["losses"]
     group.destroy_process_group()
     if not group.is_main_process:
         return None
@@ -216,7 +236,7 @@ def _fine_tuned(prepared: Prepared, scratch: Path) -> Trained | None:
         yield from before.items()
         yield "after", _measure(prepared, plan, "after", model)
 
-    return Trained(model, plan, {FINE_TUNING: losses}, measure, adapter)
+    return Trained(model, plan, losses, measure, adapter)
 
 
 def _measure(
@@ -271,12 +291,23 @@ def _save(prepared: Prepared, trained: Trained) -> None:
         new_folder(request.output, overwrite=request.overwrite) as folder,
     ):
         write_model(folder, trained.model, prepared.tokenizer)
+        add_story(folder, trained.plan, _name_of(request.model))
         copy_license(request.model, folder)
         if trained.adapter is not None:
             shutil.copytree(trained.adapter, folder / "adapter")
         for name, content in request.extra_files(trained.plan).items():
             (folder / name).write_text(content, encoding="utf-8")
+        prepared.known[MADE] = {
+            "choice": trained.plan.choice.to_json(),
+            "losses": trained.losses,
+        }
         record.keep(folder, prepared.known)
+
+
+def _name_of(model: str) -> str:
+    """The name of a model for cards."""
+    file = find_gguf(model)
+    return model if file is None else file.name
 
 
 def _results(prepared: Prepared, trained: Trained) -> Results:
@@ -289,7 +320,7 @@ def _results(prepared: Prepared, trained: Trained) -> Results:
         trained.plan,
         trained.losses,
         rows,
-        teacher=request.model if file is None else file.name,
+        teacher=_name_of(request.model),
         text=", ".join(texts),
         training=request.run.training,
         terms=load_terms(request.model),

@@ -1,13 +1,16 @@
-"""A student as it is before its stages, and the ranking of its teacher's heads."""
+"""Students as they are before their stages, and the ranking of its teacher's heads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_memory.conversion.defaults import WINDOW, student_options
+from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.plan import Plan
-from hf_memory.conversion.students import SINKS, WINDOW, build
+from hf_memory.conversion.recipe import Recipe
+from hf_memory.conversion.students import SINKS, build, student_config
 from hf_memory.conversion.students.heads import (
     HeadScore,
     rank_heads_by_predictions,
@@ -16,8 +19,37 @@ from hf_memory.conversion.students.heads import (
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.files.text import Text
+from hf_memory.modeling.any_model import check_model
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
+
+
+def make_student(
+    teacher: PreTrainedModel,
+    to: str = "attention",
+    *,
+    keep: Keep | str | Collection[int] = (),
+    seed: int = 0,
+    **options,
+) -> MemoryForCausalLM:
+    """A student with the sizes of its teacher and random weights; `carry_over` then copies the teacher's weights.
+
+    Args:
+        teacher: a causal language model of a type in TEACHERS.
+        to: the student's family, a name in STUDENTS.
+        keep: the layers that keep the teacher's attention, as numbers or words; see `Keep.parse`.
+        seed: seed for the random weights.
+        **options: fields of the family's config, such as `gate`, which replace the presets of a student.
+
+    Raises:
+        ValueError: if the teacher or the family is not supported, or a layer does not exist.
+    """
+    check_model("teacher", teacher)
+    config = teacher.config
+    given = Keep.parse(keep)
+    kept = given.layers_of(config.num_hidden_layers)
+    all_options = student_options(Recipe(to, given, options), given, config)
+    return build(student_config(config, to, kept, all_options), teacher, seed)
 
 
 def untrained_student(
@@ -64,7 +96,8 @@ def ranked_heads(
     # In the ranking, a longer window stands for kept tokens: which tokens a head would keep is not known in a teacher
     # with plain attention, but the head then sees as many. Likewise first tokens stand for sinks.
     config: Any = plan.student
-    mean_kept = sum(config.kept_tokens) // config.num_hidden_layers
+    kept = [number for numbers in config.kept_tokens for number in numbers]
+    mean_kept = sum(kept) // len(kept)
     window = (config.sliding_window or WINDOW) + mean_kept
     in_their_place = SINKS if config.attention_sinks else 0
     first = config.num_sink_tokens or in_their_place

@@ -34,7 +34,11 @@ FREE += (
     "linear_value_head_dim",
 )
 FREE += ("linear_conv_kernel_dim", "memory_qk_norm", "output_gate_low_rank_dim", "output_norm_eps")
-FREE += ("use_cache", "mixer_backend", "sliding_window")  # no accepted layer type uses the last
+FREE += ("use_cache", "mixer_backend")
+FREE += (
+    "sliding_window",
+    "kept_block_size",
+)  # which no accepted layer uses, or no other than attention with a window
 ANY = dict.fromkeys((*COMMON_FIELDS, *FREE)) | {
     "memory_rope": (False,)
 }  # what every target accepts

@@ -20,8 +20,13 @@ class NotExportable(ValueError):
     """Raised if no architecture of the inference engines represents a model exactly."""
 
 
-def find_target(config: MemoryConfig, name: str = "auto") -> Target:
+def find_target(config: MemoryConfig, name: str = "auto", *, advice: str = "") -> Target:
     """The target of a name, or the first that represents a model exactly.
+
+    Args:
+        config: the model's config.
+        name: the target's name; default: the first that represents the model exactly.
+        advice: a sentence about what to do if there is none; default: how to convert again.
 
     Raises:
         NotExportable: if the target, or no target, represents the model exactly; the message says which fields of the
@@ -59,6 +64,5 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
         return exact[0]
     nearest = sorted(faults, key=lambda name: len(faults[name]))
     needs = "; ".join(f"{name} needs {', and '.join(faults[name])}" for name in nearest)
-    raise NotExportable(
-        f"no target represents the model exactly. {AGAIN}. {WITHOUT_EXPORT}. In detail: {needs}"
-    )
+    advice = advice or f"{AGAIN}. {WITHOUT_EXPORT}"
+    raise NotExportable(f"no target represents the model exactly. {advice}. In detail: {needs}")

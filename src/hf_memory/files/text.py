@@ -180,6 +180,36 @@ class Text:
         return torch.cat([self.start.expand(len(rows), -1), rows], dim=1)
 
 
+@dataclass(frozen=True)
+class TextFacts:
+    """What a plan needs to know of a text; its length is the number of tokens.
+
+    Attributes:
+        num_tokens: number of tokens.
+        largest: the largest token.
+        share: the share of the tokens that are targets.
+    """
+
+    num_tokens: int
+    largest: int = 0
+    share: float = 1.0
+
+    @classmethod
+    def of(cls, tokens: "Text | Tensor | TextFacts") -> "TextFacts":
+        """The facts of a text or of tokens [T]."""
+        if isinstance(tokens, cls):
+            return tokens
+        text = Text.of(tokens)  # type: ignore[arg-type]
+        text.check_files()
+        return cls(len(text), int(text.tokens.max()) if len(text) else 0, text.share)
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+
+ANY_TEXT = TextFacts(2**31 - 1)  # one that is not read yet, and long enough
+
+
 def start_of(tokenizer) -> list[int]:
     """The tokens that a tokenizer writes before a text."""
     whole, alone = (
@@ -192,11 +222,13 @@ def start_of(tokenizer) -> list[int]:
     return list(takewhile(set(tokenizer.all_special_ids).__contains__, whole))
 
 
-def check_tokens(tokens: Text | Tensor, config: PreTrainedConfig, *lengths: int) -> None:
+def check_tokens(
+    tokens: Text | Tensor | TextFacts, config: PreTrainedConfig, *lengths: int
+) -> None:
     """Check that a model can read windows of a text.
 
     Args:
-        tokens: the text.
+        tokens: the text, or what is known of it.
         config: the model's config.
         *lengths: lengths of the windows in tokens.
 
@@ -204,11 +236,10 @@ def check_tokens(tokens: Text | Tensor, config: PreTrainedConfig, *lengths: int)
         ValueError: if a token has no embedding, a window is longer than the model's positions, or the text is shorter
             than a window.
     """
-    Text.of(tokens).check_files()
-    largest = int(Text.of(tokens).tokens.max()) if len(tokens) else 0
-    if largest >= config.vocab_size:
+    facts = TextFacts.of(tokens)
+    if facts.largest >= config.vocab_size:
         raise ValueError(
-            f"tokenizer must be the teacher's, which has {config.vocab_size} tokens, got token {largest}"
+            f"tokenizer must be the teacher's, which has {config.vocab_size} tokens, got token {facts.largest}"
         )
     longest = max(lengths, default=1)
     positions = getattr(config, "max_position_embeddings", None)
@@ -216,12 +247,12 @@ def check_tokens(tokens: Text | Tensor, config: PreTrainedConfig, *lengths: int)
         raise ValueError(
             f"length must be at most the teacher's {positions} positions, got {longest}"
         )
-    check_length(tokens, longest)
+    check_length(facts, longest)
 
 
 def check_text(tokens: Any) -> None:
     """Raise ValueError unless a text is a Text, or a tensor [T] of whole numbers."""
-    is_text = isinstance(tokens, Text)
+    is_text = isinstance(tokens, Text | TextFacts)
     is_tensor = isinstance(tokens, Tensor) and tokens.ndim == 1 and not tokens.is_floating_point()
     if not (is_text or is_tensor):
         given = (
@@ -243,7 +274,7 @@ def check_weights(weights: Any, count: int) -> None:
         )
 
 
-def check_length(tokens: Text | Tensor, length: int) -> None:
+def check_length(tokens: Text | Tensor | TextFacts, length: int) -> None:
     """Raise ValueError if a text is shorter than a window."""
     if len(tokens) < length:
         raise ValueError(

@@ -21,7 +21,7 @@ from hf_memory.conversion.stages.trainer import (
     run_trainer,
 )
 from hf_memory.files.folders import written
-from hf_memory.files.text import Text, check_length, check_tokens
+from hf_memory.files.text import Text, TextFacts, check_length, check_tokens
 from hf_memory.modeling.any_model import check_model
 from hf_memory.modeling.checks import check
 from hf_memory.modeling.configuration import MemoryConfig
@@ -158,7 +158,9 @@ def num_learned(model: PreTrainedModel, rank: int | None, beside: Collection[nn.
     )
 
 
-def check_fine_tuning(tokens: Text | Tensor, config: PreTrainedConfig, schedule: Schedule) -> None:
+def check_fine_tuning(
+    tokens: Text | Tensor | TextFacts, config: PreTrainedConfig, schedule: Schedule
+) -> None:
     """Raise ValueError if a model of this config cannot learn a text by a schedule."""
     schedule.check(FINE_TUNING)
     check_tokens(tokens, config)

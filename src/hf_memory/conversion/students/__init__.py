@@ -1,17 +1,16 @@
-"""Students: the families that a teacher can be converted into, and preset options for each of them."""
+"""Students: the families that a teacher can be converted into, and their configs."""
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.cache import LAYER_TYPES
-from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.teachers import shared_options, with_one_rope
 from hf_memory.files.names import nearest
 from hf_memory.modeling import FAMILIES, Family
-from hf_memory.modeling.any_model import check_model, layer_types
+from hf_memory.modeling.any_model import layer_types
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 
@@ -25,46 +24,13 @@ STUDENTS = {
     "attention": MEMORIES["transformer"],
     **MEMORIES,
 }  # the first has attention over windows, and no memory
-HEAD_SIZES = (
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-)  # the teacher's head size, so that its projections fit
 OPEN = (
     "sliding_window",
     "attention_dropout",
     "initializer_range",
 )  # options that may differ from the teacher's
 ATTENTION = ("full_attention", "sliding_attention")  # layer types of teachers
-WINDOW = 256  # tokens that heads beside full heads see, or keep and see
-BLOCK = 16  # tokens that heads which keep some read at once
 SINKS = 4  # first tokens that a window also sees: trained heads attend to them by default (attention sinks)
-PRESETS: dict[str, dict] = {
-    "linear": {"feature_map": "hedgehog"},  # learned to imitate softmax
-    "gated": {"output_gate": "sigmoid"},  # starts half open; silu starts closed
-    "deltanet": {"output_gate": "sigmoid"},
-    "deltaformer": {
-        "beta_activation": "tanh"
-    },  # beta starts at zero: the student equals its teacher
-    "titans": {  # equals its teacher within its window; beyond it, one matrix learns faster than a deeper memory
-        "memory_gate": "add",
-        "memory_depth": 1,
-        "memory_unit_values": True,
-        "num_persistent_tokens": 0,
-        "output_gate": "sigmoid",
-    },
-}
-SERVABLE: dict[
-    str, dict
-] = {  # options with which inference engines can run the student, for most teachers
-    "attention": {"attention_sinks": True},  # for teachers without q/k norm, with whole layers kept
-    "deltanet": {
-        "gate": "scalar",
-        "output_gate": "silu",
-        "memory_rope": False,
-        "memory_qk_norm": False,
-    },
-    "gated": {"gate": "mamba2", "memory_rope": False},  # for teachers without q/k norm
-}
 
 
 def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bool:
@@ -93,6 +59,11 @@ def own_window(teacher: PreTrainedConfig) -> int | None:
     return teacher.sliding_window if "sliding_attention" in layer_types(teacher) else None
 
 
+def is_mixed(teacher: PreTrainedConfig) -> bool:
+    """Whether some layers of a teacher have a window and the others see everything."""
+    return {*layer_types(teacher)} == {*ATTENTION}
+
+
 def find_student(name: str) -> Family:
     """The family with a given name.
 
@@ -104,44 +75,16 @@ def find_student(name: str) -> Family:
     return STUDENTS[name]
 
 
-def keeps_tokens(options: Mapping) -> bool:
-    """Whether heads of a student without another memory keep tokens beside their window.
-
-    They do by default, unless options have a window or what stands for the first tokens.
-    """
-    others = ("sliding_window", "num_kept_tokens", "attention_sinks")
-    has_others = any(options.get(name, False) is not False for name in others)
-    return bool(options.get("num_kept_tokens")) or not has_others
-
-
-def usual_window(
-    teacher: PreTrainedConfig, to: str, options: Mapping, tokens: int = WINDOW
-) -> dict[str, int]:
-    """What heads that do not keep everything see, as options of the student that hold as many bytes as these tokens.
-
-    It is the teacher's own window if it has one; a window and kept tokens in 8 bits for students without another
-    memory, unless options have a window or what stands for the first tokens; and otherwise a window, if the family has
-    one beside its memory. The tokens have 16 bits a number.
-    """
-    if not can_have_windows(to):
-        return {}
-    own = own_window(teacher)
-    if own or to != "attention" or "num_kept_tokens" in options or not keeps_tokens(options):
-        return {"sliding_window": own or tokens}
-    near = tokens // 4
-    entries = tokens * 16 // 9  # a number in 8 bits takes 9 with its scales
-    return {
-        "sliding_window": near,
-        "num_kept_tokens": entries - near - SINKS - BLOCK,
-        "kept_block_size": BLOCK,
-        "cache_bits": 8,
-    }
-
-
 def student_config(
     teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], options: Mapping
 ) -> MemoryConfig:
     """The config of a student that keeps some layers of its teacher's attention.
+
+    Args:
+        teacher: the teacher's config.
+        to: the student's family, a name in STUDENTS.
+        kept: numbers of the layers that keep the teacher's attention.
+        options: all that the student does not have from its teacher, see `defaults.student_options`.
 
     Raises:
         ValueError: if the teacher or the family is not supported, or an option does not exist or must be the teacher's.
@@ -150,8 +93,7 @@ def student_config(
     positions = options.get("max_position_embeddings")
     shared = with_one_rope(shared_options(teacher), teacher, positions)
     kinds = layer_types(teacher)
-    far_memory = getattr(family.config, "far_memory", None)
-    has_window = "sliding_window" in options and far_memory is not None
+    has_window = options.get("sliding_window") is not None and can_have_windows(to)
     # Layers that are not kept become `new`. A teacher's layers with a window may become another type:
     # DeltaFormer has the same window in a layer type of its own; and where a teacher has both kinds of layers and the
     # student's window is the teacher's, these layers stay as they are, since the window has nothing to make shorter.
@@ -160,28 +102,14 @@ def student_config(
         new = "sliding_heads"
     elif has_window:
         new = "sliding_memory"
-    own = own_window(teacher)
     in_place_of = {"sliding_attention": "sliding_memory"} if to == "deltaformer" else {}
-    if new != "memory" and {*kinds} == {*ATTENTION} and options.get("sliding_window", own) == own:
+    if has_window and is_mixed(teacher) and options["sliding_window"] == own_window(teacher):
         in_place_of = {"sliding_attention": "sliding_attention"}
     shared["layer_types"] = [
         kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)
     ]
-    presets = {name: shared["head_dim"] for name in HEAD_SIZES if hasattr(family.config, name)}
-    presets |= {
-        "memory_rope": True,
-        "num_sink_tokens": SINKS if new != "memory" else 0,
-    } | PRESETS.get(to, {})
-    presets |= usual_window(teacher, to, options) if to == "attention" else {}
-    if options.get("attention_sinks"):
-        presets["num_sink_tokens"] = 0
-    if options.get("gate") in ("mamba2", "mamba3"):
-        presets["linear_num_value_heads"] = shared["num_key_value_heads"]
-        presets.pop("output_gate", None)  # they have one of their own
-    if options.get("variant", "mag") != "mag":
-        presets.pop("memory_gate", None)
     _check_options(family, shared, options)
-    config = family.config(**{**shared, **presets, **options})
+    config = family.config(**{**shared, **options})
     sliding = [i for i in kept if kinds[i] == "sliding_attention"]
     if sliding and config.sliding_window != teacher.sliding_window:
         raise ValueError(
@@ -195,31 +123,6 @@ def changed_layers(config: PreTrainedConfig, teacher: PreTrainedConfig) -> list[
     """The layers of a student that are not as in its teacher."""
     kinds = zip(config.layer_types or (), layer_types(teacher))
     return [i for i, (ours, theirs) in enumerate(kinds) if ours != theirs]
-
-
-def make_student(
-    teacher: PreTrainedModel,
-    to: str = "attention",
-    *,
-    keep: Keep | str | Collection[int] = (),
-    seed: int = 0,
-    **options,
-) -> MemoryForCausalLM:
-    """A student with the sizes of its teacher and random weights; `carry_over` then copies the teacher's weights.
-
-    Args:
-        teacher: a causal language model of a type in TEACHERS.
-        to: the student's family, a name in STUDENTS.
-        keep: the layers that keep the teacher's attention, as numbers or words; see `Keep.parse`.
-        seed: seed for the random weights.
-        **options: fields of the family's config, such as `gate`, which replace the presets of a student.
-
-    Raises:
-        ValueError: if the teacher or the family is not supported, or a layer does not exist.
-    """
-    check_model("teacher", teacher)
-    kept = Keep.parse(keep).layers_of(teacher.config.num_hidden_layers)
-    return build(student_config(teacher.config, to, kept, options), teacher, seed)
 
 
 def build(config: PreTrainedConfig, teacher: PreTrainedModel, seed: int) -> MemoryForCausalLM:

@@ -1,0 +1,314 @@
+"""What a recipe leaves open: every default of a conversion that depends on more than the recipe is computed here.
+
+`student_keep` and `student_options` see the recipe and the teacher; `with_stages` sees the student that they describe,
+and the text; `with_loss` sees whether that student equals its teacher. `Plan.recipe` has all of them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from hf_memory.conversion.keep import Keep
+from hf_memory.conversion.recipe import STAGES, Recipe, Schedule
+from hf_memory.conversion.students import (
+    SINKS,
+    can_have_windows,
+    find_student,
+    is_mixed,
+    own_window,
+)
+from hf_memory.files.text import TextFacts
+from hf_memory.modeling.any_model import head_dim
+from hf_memory.modeling.checks import check, check_word
+
+WINDOW = 256  # tokens in 16 bits of which heads that do not keep everything hold as many bytes
+BLOCK = 16  # tokens that heads which keep some read at once
+SHARE = "heads:1/11"  # of the heads keep everything
+SHARE_OF_FEW = "heads:2/3"  # where few layers of the teacher see everything: with half of them nothing is recalled
+HEAD_SIZES = (
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)  # the teacher's, so that its projections fit
+PRESETS: dict[str, dict] = {
+    # learned to imitate softmax
+    "linear": {"feature_map": "hedgehog"},
+    # starts half open; silu starts closed
+    "gated": {"output_gate": "sigmoid"},
+    "deltanet": {"output_gate": "sigmoid"},
+    # beta starts at zero: the student equals its teacher
+    "deltaformer": {"beta_activation": "tanh"},
+    # equals its teacher within its window; beyond it, one matrix learns faster than a deeper memory
+    "titans": {
+        "memory_gate": "add",
+        "memory_depth": 1,
+        "memory_unit_values": True,
+        "num_persistent_tokens": 0,
+        "output_gate": "sigmoid",
+    },
+}
+SERVABLE: dict[
+    str, dict
+] = {  # options with which inference engines can run the student, for most teachers
+    # for teachers without q/k norm, with whole layers kept
+    "attention": {"attention_sinks": True, "num_kept_tokens": 0, "cache_bits": None},
+    "deltanet": {
+        "gate": "scalar",
+        "output_gate": "silu",
+        "memory_rope": False,
+        "memory_qk_norm": False,
+    },
+    # for teachers without q/k norm
+    "gated": {"gate": "mamba2", "memory_rope": False},
+}
+SIZES: dict[str, dict] = {  # those of the recipes of SmolLM2, without its layers and heads
+    "near": {"num_kept_tokens": 505},
+    "small": {"num_kept_tokens": 360, "full_attention_window": 2560},
+    "constant": {
+        "num_kept_tokens": 120,
+        "full_attention_window": 2560,
+        "sliding_window": 32,
+        "cache_bits": {"full_attention_heads": 4, "window": 8},
+    },
+}
+TRANSFER = Schedule(100, 3e-3, batch_size=1, length=1024, warmup=0.1, repeats=0.25)
+DISTILLATION = Schedule(
+    250, 1e-4, batch_size=1, length=2048, warmup=0.1, memory_factor=20.0, repeats=0.3
+)
+NEAR = DISTILLATION._replace(
+    steps=20, learning_rate=3e-5
+)  # of students that begin near their teacher
+FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
+SHORTEST = 128  # tokens of a window of the default length that was shortened for a text
+
+
+def student_keep(recipe: Recipe, teacher: PreTrainedConfig) -> Keep:
+    """What of the teacher keeps its attention."""
+    has_heads = recipe.options.get("full_attention_heads") is not None
+    if isinstance(recipe.keep, Keep):
+        given = recipe.options.get("full_attention_heads")
+        wanted = f"None with keep={recipe.keep}, which chooses them"
+        check(not (has_heads and recipe.keep.is_heads), "full_attention_heads", wanted, given)
+        return recipe.keep
+    to = str(recipe.to)
+    if recipe.servable:
+        return Keep.parse("auto" if to == "attention" else "none")
+    if has_heads or not can_have_windows(to):
+        return Keep.parse("none")
+    return Keep.parse(SHARE_OF_FEW if is_mixed(teacher) else SHARE)
+
+
+def student_options(recipe: Recipe, keep: Keep, teacher: PreTrainedConfig) -> dict[str, Any]:
+    """All options of the student's config that it does not have from its teacher: presets, and those that are given.
+
+    A given option takes the place of the preset of its name. It changes no other, except for those in `changes`.
+    """
+    options = _presets(recipe, keep, teacher)
+    for change in changes(recipe, teacher):
+        options[change.name] = change.value
+        if change.value is None:
+            del options[change.name]
+    return options | _given_options(recipe)
+
+
+def window_options(to: str, tokens: int = WINDOW, *, keeps: bool = True) -> dict[str, Any]:
+    """What heads that do not keep everything see, as options of the student.
+
+    Args:
+        to: the student's memory.
+        tokens: they hold as many bytes as these tokens in 16 bits.
+        keeps: whether heads of students without another memory keep tokens beside their window, in 8 bits.
+    """
+    if to != "attention" or not keeps:
+        return {"sliding_window": tokens, "num_sink_tokens": SINKS}
+    near = tokens // 4
+    held = tokens * 16 // 9  # a number in 8 bits takes 9 with its scales
+    return {
+        "sliding_window": near,
+        "num_sink_tokens": SINKS,
+        "num_kept_tokens": held - near - SINKS - BLOCK,
+        "kept_block_size": BLOCK,
+        "cache_bits": 8,
+    }
+
+
+def within_teacher(options: dict[str, Any], teacher: PreTrainedConfig) -> dict[str, Any]:
+    """Options of windows for a teacher that may have windows of its own.
+
+    If all its layers have one, its cache does not grow: no head of the student sees more, or holds more. If only some
+    have one, these stay, and heads in the others have a window of the same length.
+    """
+    own = own_window(teacher)
+    if own is None:
+        return options
+    reach = options.get("full_attention_window")
+    if is_mixed(teacher):
+        longer = {} if reach is None else {"full_attention_window": max(reach, own)}
+        return options | {"sliding_window": own} | longer
+    near = min(options["sliding_window"], own)
+    sinks = min(options["num_sink_tokens"], own - near)
+    kept = min(options.get("num_kept_tokens", 0), own - near - sinks - BLOCK)
+    bounded = {
+        "sliding_window": near,
+        "num_sink_tokens": sinks,
+        "num_kept_tokens": max(0, kept),
+        "full_attention_window": min(reach or own, own),
+    }
+    return options | {x: y for x, y in bounded.items() if y or x in options}
+
+
+def with_stages(
+    recipe: Recipe,
+    student: PreTrainedConfig,
+    text: TextFacts,
+    *,
+    has_new_parts: bool,
+) -> Recipe:
+    """The recipe with schedules and with what is trained.
+
+    Args:
+        recipe: the recipe.
+        student: the student's config, which has no more positions than its teacher.
+        text: the text.
+        has_new_parts: whether the student has parts that its teacher does not have.
+    """
+    keeps = any(any(numbers) for numbers in getattr(student, "kept_tokens", ()))
+    begins_near = recipe.to == "attention" and keeps
+    usual = dict(zip(STAGES, (TRANSFER, NEAR if begins_near else DISTILLATION, FINE_TUNING)))
+    positions = getattr(student, "max_position_embeddings", None) or len(text)
+    stages = {
+        name: _filled(name, recipe.schedules[name].given, schedule, positions, text)
+        for name, schedule in usual.items()
+    }
+    if not has_new_parts:
+        stages["transfer"] = stages["transfer"]._replace(steps=0)
+        stages["distillation"] = stages["distillation"]._replace(memory_factor=1.0)
+    for name, schedule in stages.items():
+        schedule.check(name)
+    has_memory = recipe.to != "attention" and has_new_parts
+    train = recipe.train or ("all" if has_memory else "attention")
+    return replace(recipe, train=train, **stages)  # type: ignore[arg-type]
+
+
+def with_loss(recipe: Recipe, *, is_exact: bool) -> Recipe:
+    """The recipe with the part of cross-entropy: there is nothing else to learn for a student that is its teacher."""
+    if recipe.cross_entropy is not None:
+        return recipe
+    return replace(recipe, cross_entropy=float(is_exact))
+
+
+class Change(NamedTuple):
+    """A preset that a given option changes, since they do not fit together."""
+
+    name: str
+    value: Any  # None: the default of the config
+    reason: str
+
+
+def changes(recipe: Recipe, teacher: PreTrainedConfig) -> Iterator[Change]:
+    """The presets that given options change."""
+    given = {**_named_options(recipe), **_given_options(recipe)}
+    if given.get("attention_sinks"):
+        yield Change("num_sink_tokens", 0, "attention_sinks take the place of the first tokens")
+        yield Change("full_attention_window", None, "heads with it cannot have attention_sinks")
+    gate = given.get("gate")
+    if gate in ("mamba2", "mamba3"):
+        heads = teacher.num_key_value_heads
+        yield Change("linear_num_value_heads", heads, f"gate={gate} has a step for each of them")
+        yield Change("output_gate", None, f"gate={gate} has one of its own")
+    if given.get("variant", "mag") != "mag":
+        yield Change("memory_gate", None, "it is of variant=mag")
+
+
+def notes(given: Recipe, recipe: Recipe, teacher: PreTrainedConfig) -> Iterator[str]:
+    """Sentences about defaults that are not the usual ones, and why.
+
+    Args:
+        given: the recipe as it was given.
+        recipe: the same with a value for each default.
+        teacher: the teacher's config.
+    """
+    own = own_window(teacher)
+    window = recipe.options.get("sliding_window")
+    if given.keep is None and str(recipe.keep) == SHARE_OF_FEW:
+        yield (
+            f"keep is {recipe.keep}, since few layers of the teacher see everything; its others see {own} tokens, and "
+            "stay as they are."
+        )
+    is_given = "full_attention_window" in given.options
+    if own is not None and not is_given and recipe.options.get("full_attention_window") == own:
+        yield f"full_attention_window is {own}, since no layer of the teacher sees more tokens."
+    presets = _presets(given, _keep(recipe), teacher)
+    for change in changes(given, teacher):
+        is_other = presets.get(change.name) != change.value
+        if is_other and change.name not in given.options:
+            value = "its default" if change.value is None else change.value
+            yield f"{change.name} is {value}, since {change.reason}."
+    keeps_none = recipe.to == "attention" and window and not recipe.options.get("num_kept_tokens")
+    if keeps_none and given.distillation.steps is None:
+        steps = recipe.distillation.steps
+        yield f"distillation has {steps} steps, since heads keep no older tokens beside their window."
+    if given.transfer.steps and not recipe.transfer.steps:
+        yield "There is no attention transfer, since no layer has a memory to train: --transfer has no effect."
+
+
+def _keep(recipe: Recipe) -> Keep:
+    assert isinstance(recipe.keep, Keep)
+    return recipe.keep
+
+
+def _given_options(recipe: Recipe) -> dict[str, Any]:
+    """The options of the recipe; a window of None is none, where layers can do without one."""
+    return {
+        name: x
+        for name, x in recipe.options.items()
+        if name != "sliding_window" or x is not None or not can_have_windows(str(recipe.to))
+    }
+
+
+def _named_options(recipe: Recipe) -> dict[str, Any]:
+    """The options of `servable` and `size`."""
+    to = str(recipe.to)
+    options = dict[str, Any]()
+    if recipe.servable:
+        check(to in SERVABLE, "to", f"{' or '.join(SERVABLE)} for a servable student", to)
+        options |= SERVABLE[to]
+    if recipe.size is not None:
+        check_word("size", recipe.size, tuple(SIZES))
+        is_possible = to == "attention" and not recipe.servable
+        check(is_possible, "size", "None with a memory or servable", recipe.size)
+        options |= SIZES[recipe.size]
+    return options
+
+
+def _presets(recipe: Recipe, keep: Keep, teacher: PreTrainedConfig) -> dict[str, Any]:
+    """The options of a student for which the recipe gives none."""
+    to = str(recipe.to)
+    family = find_student(to)
+    presets = {name: head_dim(teacher) for name in HEAD_SIZES if hasattr(family.config, name)}
+    presets |= {"memory_rope": True, **PRESETS.get(to, {})}
+    window = _given_options(recipe).get("sliding_window")
+    replaces = not keep.keeps_all_layers(teacher.num_hidden_layers)
+    has_window = to == "attention" or keep.is_heads or window is not None
+    if not (replaces and has_window and can_have_windows(to)):
+        return presets | _named_options(recipe)
+    usual = window_options(to, keeps=not recipe.servable)
+    options = within_teacher(usual | _named_options(recipe), teacher)
+    reach = options.get("full_attention_window")
+    if window is not None and reach is not None:
+        options["full_attention_window"] = max(window, reach)
+    return presets | options
+
+
+def _filled(
+    stage: str, given: Mapping[str, Any], usual: Schedule, positions: int, text: TextFacts
+) -> Schedule:
+    """The usual schedule with the fields that are given; windows of the usual length fit the teacher and the text."""
+    if "length" not in given:
+        fitting = min(usual.length, positions)
+        is_long = len(text) >= min(fitting, SHORTEST) or not given.get("steps", usual.steps)
+        wanted = f"at least {SHORTEST}, unless {stage} has a length"
+        check(is_long, "tokens", wanted, len(text))
+        usual = usual._replace(length=min(fitting, len(text)))
+    return usual._replace(**given)
