@@ -10,7 +10,7 @@ from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import POLICIES, Kept, New, register_eviction
-from hf_memory.ops.kv_eviction import Block, chunk, received_attention
+from hf_memory.ops.kv_eviction import Block, change_of_output, chunk, received_attention
 
 MEMORY = Kept(size=5, first=2, kept=4, block=3)
 
@@ -86,6 +86,39 @@ def test_what_entries_receive_is_a_moving_average_over_blocks():
     block = Block(*[None] * 4, torch.tensor([[[1.0, 0.5, 0.0]]]), weights[None, None], None)
     expected = torch.tensor([[[0.8 + 0.7, 0.4 + 1.8, 1.5]]])
     torch.testing.assert_close(received_attention(block), expected)
+
+
+def test_the_change_of_an_output_is_that_to_the_attention_without_the_entry():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 1, *shape, 4, generator=generator, dtype=torch.float64)
+        for shape in ((2, 3), (7,), (7,))
+    )
+    scores = q @ k[:, :, None].mT
+    scores[..., 1] = -torch.inf  # an entry that they do not see
+    p = scores.softmax(-1)
+    o = p @ v[:, :, None]
+    before = torch.rand(1, 1, 7, generator=generator, dtype=torch.float64)
+    found = change_of_output(Block(q, k, v, None, before, p, o))
+    moved = []
+    for j in range(7):
+        others = [i for i in range(7) if i != j]
+        without = scores[..., others].softmax(-1) @ v[:, :, None, others]
+        moved.append((o - without).square().sum((2, 3, 4)))
+    assert_close(found, 0.8 * before + torch.stack(moved, -1))
+
+
+@torch.no_grad()
+def test_a_random_choice_depends_on_places_in_the_text_alone():
+    memory = MEMORY._replace(policy="random")
+    held = []
+    for seed in (30, 31):
+        q, k, v = (x[:, :30] for x in make(seed))
+        held.append(attend(q, k, v, memory=memory)[1]["number"])
+    assert torch.equal(*held)
+    assert (held[0] == held[0][:1, :1]).all()
+    others = held[0][0, 0, MEMORY.first : MEMORY.first + MEMORY.kept]
+    assert set(others.tolist()) != {*range(22, 26)}  # not the last ones before the window
 
 
 @pytest.mark.parametrize("scores", [chunk.SCORES, 1], ids=["at once", "in groups"])
