@@ -507,6 +507,17 @@ CASES = (
         KEPT_TOKENS,
     ),
     Case(
+        "attention-kept-by-head",
+        "hf_memory_transformer",
+        {
+            **SINKS,
+            "layer_types": ["sliding_heads"] * 2,
+            "num_kept_tokens": [[3, 0], [1, 2]],
+            "kept_block_size": 3,
+            "eviction": "change_of_output",
+        },
+    ),
+    Case(
         "attention-sinks",
         "hf_memory_transformer",
         {**SINKS, "layer_types": ["sliding_heads", "full_attention"]},

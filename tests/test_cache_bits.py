@@ -26,6 +26,7 @@ NAMES = [name for name in CASE if name.endswith("-bits")]
 every_case_with_bits = pytest.mark.parametrize("name", NAMES)
 STORES = {  # other mixers that hold keys and values in bits, and bits of other parts, with options of a case
     "attention-kept": {},
+    "attention-kept-by-head": {},
     "titans-mag": {},
     "titans-mac": {},
     "mosaic-full": {},

@@ -51,11 +51,13 @@ from hf_memory.export import exporting
 from hf_memory.files import documents, fingerprints, tokenised
 from hf_memory.integrations import native
 from hf_memory.integrations.vllm import states
-from hf_memory.mixers import base, deltaformer, kv_eviction, memory_as_context, pasts, windowed
+from hf_memory.mixers import base
+from hf_memory.mixers.pasts import kept
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import checks, context_parallel, depth, loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
+from hf_memory.ops import rows
 from hf_memory.ops.attention_in_bits import chunk as codes
 from hf_memory.ops.attention_in_bits import kernels as kernels_in_bits
 from hf_memory.ops.gate_channels import GateChannels
@@ -451,15 +453,16 @@ def test_kept_sums_that_do_not_move_are_seen(form, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "options"),
+    ("name", "options"),
     [
-        (pasts, "linear-window-bits", {}),
-        (kv_eviction, "attention-kept-bits", {}),
-        (memory_as_context, "titans-mac", {"cache_bits": 8}),
+        ("linear-window-bits", {}),
+        ("attention-kept-bits", {}),
+        ("titans-mac", {"cache_bits": 8}),
+        ("deltaformer", {"cache_bits": {"memory": 8}}),
     ],
 )
-def test_tokens_of_a_call_that_are_not_rounded_are_seen(module, name, options, monkeypatch):
-    monkeypatch.setattr(module, "rounded", lambda x, packed, bits: x)
+def test_tokens_of_a_call_that_are_not_rounded_are_seen(name, options, monkeypatch):
+    monkeypatch.setattr(rows, "rounded", lambda x, packed, bits: x)
     with pytest.raises(AssertionError):
         test_cache_bits.test_a_text_is_the_same_however_it_is_divided(name, options)
 
@@ -501,25 +504,47 @@ def test_entries_in_bits_that_a_kernel_takes_wrongly_are_seen(fault, monkeypatch
 def test_scales_of_other_groups_of_channels_are_seen(monkeypatch):
     monkeypatch.setattr(codes, "group_matrix", lambda D, like: like.new_ones(D // 32, D))
     with pytest.raises(AssertionError):
-        test_attention_in_bits.test_products_of_codes_are_those_of_numbers(None, 96, 8)
+        test_attention_in_bits.test_products_of_codes_are_those_of_numbers(
+            None, 96, rows.Rows(8, 8)
+        )
 
 
 @torch.no_grad()
 def test_rows_that_read_the_entries_of_another_are_seen(monkeypatch):
     monkeypatch.setattr(codes, "_of_all", lambda parts: torch.cat([parts[0]] * len(parts)))
     with pytest.raises(AssertionError):
-        test_attention_in_bits.test_rows_anywhere_in_memory_are_read_as_one_tensor("chunk", 8)
-
-
-def test_bits_that_round_numbers_of_no_cache_alone_are_seen(monkeypatch):
-    """States of a DeltaFormer that keep their bits, though the config says fewer."""
-    monkeypatch.setattr(deltaformer, "pack", lambda x, bits: x.clone())
-    monkeypatch.setattr(deltaformer, "rounded", lambda x, packed, bits: x)
-    name = "deltaformer"
-    with pytest.raises(AssertionError):
-        test_cache_bits.test_what_a_deltaformer_writes_depends_on_calls_by_less_than_rounding_changes(
-            name
+        test_attention_in_bits.test_rows_anywhere_in_memory_are_read_as_one_tensor(
+            "chunk", rows.Rows(8, 8)
         )
+
+
+def test_the_end_of_a_static_cache_taken_for_that_of_its_text_is_seen(monkeypatch):
+    seen_among = rows.Rows.seen_among
+
+    def at_the_end(self, new, stored, held, end):
+        return seen_among(self, new, stored, held, held[0].shape[-2])
+
+    monkeypatch.setattr(rows.Rows, "seen_among", at_the_end)
+    with pytest.raises(AssertionError):
+        test_cache_bits.test_a_static_cache_reads_as_none("attention-sinks-bits", {}, True)
+
+
+def test_calls_in_the_bits_of_another_thread_are_seen(monkeypatch):
+    class Shared:
+        value = None
+
+        def set(self, bits):
+            before, self.value = self.value, bits
+            return before
+
+        def get(self):
+            return self.value
+
+        reset = set
+
+    monkeypatch.setattr(modeling_base, "BITS_OF_CALL", Shared())
+    with pytest.raises((AssertionError, ValueError)):
+        test_cache_bits.test_threads_generate_in_bits_of_their_own()
 
 
 @pytest.mark.parametrize("theta", [0, -5.0, math.nan])
@@ -590,13 +615,26 @@ def test_two_exports_to_one_place_that_are_both_written_are_seen(place, monkeypa
         test_export.test_of_two_exports_to_one_place_one_is_refused(place, tmp_path, monkeypatch)
 
 
-def test_a_virtual_token_that_kept_tokens_do_not_see_is_seen(monkeypatch):
-    monkeypatch.setattr(windowed, "joined_softmax", lambda attended, beside: attended)
+def test_a_block_that_ends_token_by_token_without_its_scores_is_seen(monkeypatch):
+    monkeypatch.setattr(kept, "score_after", lambda q, k, v, number, score, rule: score)
     with pytest.raises(AssertionError):
-        test_kv_eviction.test_a_layer_keeps_the_tokens_that_its_config_says("virtual token", [60])
+        test_kv_eviction.test_pieces_equal_the_whole("received_attention", [1] * 23, False, None)
 
 
-@pytest.mark.parametrize("name", ["tokens_read", "keys", "values", "number", "received"])
+def test_scores_of_the_queries_of_a_call_alone_are_seen(monkeypatch):
+    """As where the queries of a block that was begun in an earlier call are lost."""
+    among = kept.Entries.among
+
+    def without_queries(states, prefix):
+        held = among(states, prefix)
+        return held._replace(queries=torch.zeros_like(held.queries))
+
+    monkeypatch.setattr(kept.Entries, "among", without_queries)
+    with pytest.raises(AssertionError):
+        test_kv_eviction.test_pieces_equal_the_whole("received_attention", [7, 1, 15], False, None)
+
+
+@pytest.mark.parametrize("name", ["tokens_read", "keys", "values", "number", "queries"])
 def test_a_state_of_vllm_that_another_sequence_writes_in_place_is_seen(name, monkeypatch):
     apart = states.Shelf.apart
 
