@@ -52,7 +52,7 @@ from hf_memory.files import documents, fingerprints, tokenised
 from hf_memory.integrations import native
 from hf_memory.integrations.vllm import states
 from hf_memory.mixers import base
-from hf_memory.mixers.pasts import kept
+from hf_memory.mixers.pasts import Ring, kept
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import checks, context_parallel, depth, loading
@@ -235,16 +235,13 @@ def test_a_text_without_its_beginning_is_seen(monkeypatch, tmp_path):
 
 def test_a_past_that_is_overwritten_before_it_is_read_is_seen(monkeypatch):
     """As by a cache whose window rolls while views of it are read."""
+    before = Ring.before
 
-    def rolled(self, new):
-        past, stored = grown(self, new)
-        return {
-            name: torch.cat([x[:, 1:], x[:, -1:]], 1) if self.states else x
-            for name, x in past.items()
-        }, stored
+    def rolled(self, new, context):
+        held = before(self, new, context)
+        return held and held._replace(keys=held.keys.roll(-1, 1), values=held.values.roll(-1, 1))
 
-    grown = base.Context.grown
-    monkeypatch.setattr(base.Context, "grown", rolled)
+    monkeypatch.setattr(Ring, "before", rolled)
     with pytest.raises(AssertionError):
         test_deltaformer.test_a_static_cache_whose_window_rolls_equals_the_whole("linear")
 
@@ -374,7 +371,7 @@ def test_a_memory_that_knows_its_own_version_alone_is_seen(monkeypatch, tmp_path
 def test_a_memory_in_the_bits_of_the_model_and_not_of_the_cache_is_seen(
     kind, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(memory_file, "_held_bits", lambda cache, model: {})
+    monkeypatch.setattr(memory_file, "held_bits", lambda cache: memory_file.ALL_BITS)
     for bits in (8, {"recurrent_states": 16}):
         with pytest.raises((AssertionError, ValueError)):
             test_native.test_a_loaded_memory_in_few_bits_goes_on_as_the_one_that_was_saved(
