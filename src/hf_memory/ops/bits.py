@@ -1,14 +1,20 @@
 """Rows of numbers in 8 or 4 bits a number.
 
-A row is the last dimension of a tensor, and is packed by itself: what is packed does not depend on other rows. Groups
-of 32 channels have a scale s and a least number m in 16 bits, and each number x of a group a code c of 8 or 4 bits:
+A row is the last dimension of a tensor, and is packed by itself, after an orthonormal Hadamard matrix, which spreads a
+large number over many channels: what is packed does not depend on other rows. With 8 bits a row x has one scale s, in
+bfloat16, and each of its numbers a code c from -127 to 127:
 
-    c = round((x - m) / s),   m = min x,   s = (max x - m) / (2^bits - 1),   x ~ m + s c
+    c = round(x / s),   s = max |x| / 127,   x ~ s c
 
-With 4 bits, x is a row after an orthonormal Hadamard matrix, which spreads a large number over many channels.
+With 4 bits, groups of 32 channels have a scale s and a least number m, in bfloat16, and codes from 0 to 15, which is
+nearer than one scale with more bits:
 
-A packed row is bytes: the scales of its groups, their least numbers, and the codes. So packed rows are one tensor with
-the same leading dimensions, and what moves, copies or selects rows does not need to know that they are packed.
+    c = round((x - m) / s),   m = min x,   s = (max x - m) / 15,   x ~ m + s c
+
+So a number takes 8 bits and 2 bytes for its row, or 5 bits. A row with a number that is not finite has none that is.
+
+A packed row is bytes: the scale or scales, the least numbers, and the codes. So packed rows are one tensor with the
+same leading dimensions, and what moves, copies or selects rows does not need to know that they are packed.
 """
 
 from functools import lru_cache
@@ -21,15 +27,17 @@ from torch.nn import functional as F
 from hf_memory.ops.precision import upcast, without_autocast
 
 BITS = (8, 4)
-GROUP = 32  # channels that share a scale
-LARGEST = torch.finfo(torch.float16).max  # of scales and least numbers
-NAN_OF_HALF = 0x7E00  # the bits of a float16 that is no number
-SMALLEST = 2.0**-24  # a scale, so that none is zero: the smallest number above zero in float16
+GROUP = 32  # channels that share a scale in 4 bits
+MOST = 127  # the largest code in 8 bits
+SMALLEST = 2.0**-126  # a scale, so that none is zero
+NAN_OF_SHORT = 0x7F80  # the bits of a bfloat16 that is not finite are at least these
 
 
 def packed_bytes(channels: int, bits: int) -> int:
     """Bytes of a packed row of so many channels: an even number, since scales have two bytes."""
-    return 4 * _groups(channels) + _code_bytes(channels, bits)
+    if bits == 8:
+        return 2 + channels + channels % 2
+    return 4 * _groups(channels) + _code_bytes(channels)
 
 
 def pack(x: Tensor, bits: int) -> Tensor:
@@ -43,18 +51,19 @@ def unpack(packed: Tensor, channels: int, bits: int, dtype: torch.dtype) -> Tens
 
 
 def scales(packed: Tensor, bits: int) -> Tensor:
-    """The scales and least numbers [..., 2 n] of the n groups of packed rows, in float16."""
-    most = 4 + GROUP * bits // 8  # bytes of a group
-    n = -(-packed.shape[-1] // most)
-    return _half_of(packed[..., : 4 * n])
+    """The scale of packed rows [..., 1], or with 4 bits the scales and least numbers [..., 2 n] of n groups."""
+    if bits == 8:
+        return _numbers_of(packed[..., :2])
+    n = -(-packed.shape[-1] // (4 + GROUP // 2))
+    return _numbers_of(packed[..., : 4 * n])
 
 
 def codes(packed: Tensor, channels: int, bits: int) -> Tensor:
-    """The codes [..., channels] of packed rows, in uint8."""
+    """The codes [..., channels] of packed rows: of 8 bits in int8, of 4 in uint8."""
+    if bits == 8:
+        return _signed(packed[..., 2 : 2 + channels])
     both = packed[..., 4 * _groups(channels) :]
-    if bits == 4:
-        both = torch.cat([both & 15, both >> 4], -1)
-    return both[..., :channels]
+    return torch.cat([both & 15, both >> 4], -1)[..., :channels]
 
 
 def rounded(x: Tensor, packed: Tensor, bits: int) -> Tensor:
@@ -105,70 +114,98 @@ def group_matrix(channels: int, like: Tensor) -> Tensor:
 
 def _pack(x: Tensor, bits: int) -> Tensor:
     x = upcast(x)
+    # in float64, whose sums are the same numbers in float32 whatever their order
+    x = rotated(x.double()).to(x.dtype)
+    return _pack_row(x) if bits == 8 else _pack_groups(x)
+
+
+def _pack_row(x: Tensor) -> Tensor:
     D = x.shape[-1]
-    if bits == 4:  # in float64, whose sums are the same numbers in float32 whatever their order
-        x = rotated(x.double()).to(x.dtype)
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = largest.div_(MOST).clamp_(min=SMALLEST).to(torch.bfloat16)
+    code = (x / scale).round_().clamp_(-MOST, MOST)
+    if D % 2:
+        code = F.pad(code, (0, 1))
+    return torch.cat([_bytes_of(scale), _unsigned(code)], -1)
+
+
+def _pack_groups(x: Tensor) -> Tensor:
+    D = x.shape[-1]
     groups = _grouped(x)
     least, greatest = torch.aminmax(groups, dim=-1, keepdim=True)
-    most = 2**bits - 1
-    least = least.clamp_(-LARGEST, LARGEST).half()
-    scale = greatest.sub_(least).div_(most).clamp_(SMALLEST, 2 * LARGEST / most).half()
-    each = (groups - least).div_(scale).round_().clamp_(0, most).flatten(-2)
+    least = least.to(torch.bfloat16)
+    scale = greatest.sub_(least).div_(15).clamp_(min=SMALLEST).to(torch.bfloat16)
+    each = (groups - least).div_(scale).round_().clamp_(0, 15).flatten(-2)
     if D % GROUP:
-        each = F.pad(each[..., :D], (0, -D % (16 // bits)))
-    if bits == 4:
-        first, second = each.chunk(2, -1)
-        each = torch.add(first, second, alpha=16)
+        each = F.pad(each[..., :D], (0, -D % 4))
+    first, second = each.chunk(2, -1)
+    both = torch.add(first, second, alpha=16)
     numbers = _bytes_of(torch.cat([scale, least], -2).flatten(-2))
-    return torch.cat([numbers, each.to(torch.uint8)], -1)
+    return torch.cat([numbers, both.to(torch.uint8)], -1)
 
 
 def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     numbers = scales(packed, bits).contiguous().to(wide)  # of contiguous numbers this is faster
+    each = codes(packed, D, bits).to(wide)
+    if bits == 8:
+        return rotated(each.mul_(numbers)).to(dtype)
     groups = group_matrix(D, numbers)
-    scale, least = (
-        x @ groups for x in numbers.chunk(2, -1)
-    )  # of each channel, faster than expanding
-    x = torch.addcmul(least, codes(packed, D, bits).to(wide), scale)
-    if bits == 4:
-        x = rotated(x)
-    return x.to(dtype)
+    # of each channel, faster than expanding
+    scale, least = (x @ groups for x in numbers.chunk(2, -1))
+    return rotated(torch.addcmul(least, each, scale)).to(dtype)
+
+
+def _unsigned(code: Tensor) -> Tensor:
+    """Codes from -127 to 127 as bytes, which hold them as int8 does."""
+    if torch.compiler.is_exporting():
+        return (code + 256 * (code < 0)).to(torch.uint8)
+    return code.to(torch.int8).view(torch.uint8)
+
+
+def _signed(x: Tensor) -> Tensor:
+    """The inverse of `_unsigned`."""
+    if torch.compiler.is_exporting():
+        wide = x.to(torch.int16)
+        return (wide - 256 * (wide > 127)).to(torch.int8)
+    return x.view(torch.int8)
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """The bytes [..., 2 n] of numbers [..., n] in float16.
+    """The bytes [..., 2 n] of numbers [..., n] in bfloat16.
 
-    In exported graphs they are computed, since other runtimes cannot view numbers as bytes. With s steps of the
-    exponent above the smallest, a number above zero is the integer 1024 s + 2^(24 - s) x.
+    In exported graphs they are computed, since other runtimes cannot view numbers as bytes: with its exponent e a
+    number above zero is the integer 128 (e + 127) + 2^(7 - e) x - 128.
     """
     if not torch.compiler.is_exporting():
         return x.view(torch.uint8)
     size = x.float().abs()
-    units = _units_of_half(size)
-    steps = (size[..., None] >= 2048 * units[:-1]).sum(-1)
-    whole = 1024 * steps + size / units[steps] + 32768 * (x < 0)
-    whole = torch.where(x.isnan(), NAN_OF_HALF, whole)
+    powers = _powers_of_two(size)
+    above = (size[..., None] >= powers[1:]).sum(
+        -1
+    )  # of powers that are not larger, without the first
+    whole = 128 * (above + size / powers[above]) + 32768 * (x < 0)
+    whole = torch.where(x.isfinite(), whole, NAN_OF_SHORT + 1)
     high = (whole / 256).floor()
     return torch.stack([whole - 256 * high, high], -1).flatten(-2).to(torch.uint8)
 
 
-def _half_of(x: Tensor) -> Tensor:
+def _numbers_of(x: Tensor) -> Tensor:
     """The inverse of `_bytes_of`."""
     if not torch.compiler.is_exporting():
-        return x.view(torch.float16)
+        return x.view(torch.bfloat16)
     low, high = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     is_negative = high >= 128
     whole = low + 256 * high - 32768 * is_negative
-    steps = ((whole / 1024).floor() - 1).clamp(0, 29).long()
-    size = (whole - 1024 * steps) * _units_of_half(low)[steps]
-    size = torch.where(whole < NAN_OF_HALF, size, torch.nan)
-    return torch.where(is_negative, -size, size).half()
+    above = ((whole / 128).floor() - 1).clamp(0, 253).long()
+    size = (whole / 128 - above) * _powers_of_two(low)[above]
+    size = torch.where(whole < NAN_OF_SHORT, size, torch.nan)
+    return torch.where(is_negative, -size, size)
 
 
-def _units_of_half(like: Tensor) -> Tensor:
-    """The distances [30] of neighbours in float16, from the smallest exponent to the largest."""
-    return torch.tensor([2.0**i for i in range(-24, 6)], device=like.device)
+def _powers_of_two(like: Tensor) -> Tensor:
+    """The powers of two [254] that are exponents of normal numbers in bfloat16."""
+    return torch.tensor([2.0**i for i in range(-126, 128)], device=like.device)
 
 
 def _matrix(kind: str, size: int, like: Tensor) -> Tensor:
@@ -195,8 +232,8 @@ def _groups(channels: int) -> int:
     return -(-channels // GROUP)
 
 
-def _code_bytes(channels: int, bits: int) -> int:
-    return -(-channels * bits // 16) * 2
+def _code_bytes(channels: int) -> int:
+    return -(-channels // 4) * 2
 
 
 def _grouped(x: Tensor) -> Tensor:

@@ -31,10 +31,8 @@ def attention_in_bits(
 
         o = sum_j p_j v_j,   p = softmax_j(scale q k_j),   over the entries j that are visible
 
-    The definition unpacks keys and values. In PyTorch, products of codes c are faster: with the scale s and the least
-    number m of each group of channels, q k = sum over groups of q (s c) + m (sum of q), and values are read alike.
-    Kernels read bytes, so that what they read of memory falls with the bits. With 4 bits, both turn queries and outputs
-    in place of keys and values.
+    The definition unpacks keys and values. In PyTorch, products of codes are faster, see `chunk`. Kernels read bytes,
+    so that what they read of memory falls with the bits. Both turn queries and outputs in place of keys and values.
 
     Args:
         q: queries [B, H, G, D], the G queries of each head of keys.
@@ -64,7 +62,7 @@ def attention_in_bits(
         visible = visible.expand(B, H, S)
     how = scale, softcap or 0.0
     chosen = choose_backend(backend, q, kernel_refuses(q))
-    if chosen == "chunk" and D % GROUP == 0:
+    if chosen == "chunk" and (4 not in rows or D % GROUP == 0):
         parts = (_parts(x) for x in (keys, values))
         o, mass = without_autocast(chunk.attention, q, *parts, visible, rows, *how, needs_mass)
         return o.to(q.dtype), mass
@@ -75,9 +73,9 @@ def attention_in_bits(
         return o.to(q.dtype), mass
     from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
 
-    q = q if rows.key_bits == 8 else rotated(q)
-    o, mass = kernel(q, keys, values, visible, rows.key_bits, rows.value_bits, *how)
-    return o if rows.value_bits == 8 else rotated(o), mass if needs_mass else None
+    given = rotated(q), keys, values, visible
+    o, mass = kernel(*given, rows.key_bits, rows.value_bits, *how)
+    return rotated(o), mass if needs_mass else None
 
 
 def _check(name: str, x: Tensor | Sequence[Tensor], shape: tuple[int, ...], q: Tensor) -> None:

@@ -1,20 +1,24 @@
 """Attention of one token to packed rows by products of codes, so that keys and values do not become numbers.
 
-With the scale s, the least number m and the code c of a number, and the groups g of channels:
+In 8 bits, with the scale s of a row and the codes c of its numbers:
+
+    q k_j = s_j sum_d q_d c_jd,   o_d = sum_j p_j s_j c_jd
+
+In 4 bits, with the scale s, the least number m and the codes c of each group g of channels:
 
     q k_j = sum_g (s_jg sum_d q_d c_jd + m_jg sum_d q_d),   over the channels d of a group
     o_d = sum_j p_j s_jg c_jd + sum_j p_j m_jg,   for the group g of channel d
 
-So queries and weights are multiplied once for each group, as further rows of one product of matrices.
+So there queries and weights are multiplied once for each group, as further rows of one product of matrices. Rows are
+rotated: queries are rotated for the scores, and outputs are turned back.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_memory.ops.bits import GROUP, group_matrix, rotated
+from hf_memory.ops.bits import GROUP, codes, group_matrix, rotated, scales
 from hf_memory.ops.precision import upcast
 from hf_memory.ops.rows import Rows
 from hf_memory.ops.soft_cap import soft_capped
@@ -30,28 +34,15 @@ def attention(
     softcap: float,
     needs_mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs [B, H, G, D], and their mass [B, H, G]; D is a multiple of 32.
+    """Outputs [B, H, G, D], and their mass [B, H, G]; in 4 bits D is a multiple of 32.
 
     Keys and values are in any number of parts [rows of the part, S, bytes], of the B H rows in turn. Codes of a part
     are read while a processor's cache still has them; what is small is computed for all parts at once.
     """
     B, H, G, D = q.shape
     S = keys[0].shape[1]
-    n = D // GROUP
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    k_scale, k_least, v_scale, v_least = _numbers_of_groups([*keys, *values], n, dtype)
-    q = q.reshape(B * H, G, D)
-    key_bits: Any = rows.key_bits
-    value_bits: Any = rows.value_bits
-    if key_bits == 4:
-        q = rotated(upcast(q))
-    asked = q.unsqueeze(2) * group_matrix(D, k_scale)  # [BH, G, n, D], zero in other groups
-    queries = _for_codes(asked.view(len(keys), -1, G * n, D), key_bits)
-    products = [
-        torch.bmm(query, _codes(part, n, key_bits, dtype).mT) for query, part in zip(queries, keys)
-    ]
-    of_groups = _of_all(products).view(-1, G, n, S).mul_(k_scale.unsqueeze(1))
-    scores = torch.baddbmm(of_groups.sum(2), asked.sum(3), k_least, beta=scale, alpha=scale)
+    q = rotated(upcast(q).mul(scale)).view(B * H, G, D)
+    scores = (_products if rows.key_bits == 8 else _products_of_groups)(q, keys)
     scores = soft_capped(scores.view(B, H, G, S), softcap)
     if visible is not None:
         hidden = ~visible[:, :, None]
@@ -60,54 +51,94 @@ def attention(
     if visible is not None:
         weights.masked_fill_(hidden, 0)  # of a row that sees nothing
     p = weights.view(B * H, G, S)
-    scaled = (p.unsqueeze(2) * v_scale.unsqueeze(1)).view(len(values), -1, G * n, S)
-    products = [
-        torch.bmm(row, _codes(part, n, value_bits, dtype)) for row, part in zip(scaled, values)
-    ]
-    # of the sums with the scales of a group, its own channels: [BH, G, n, 32]
-    sums = _of_codes(_of_all(products), value_bits)
-    own = sums.view(-1, G, n, n, GROUP).diagonal(0, 2, 3).mT
-    o = (own + torch.bmm(p, v_least.mT).unsqueeze(3)).view(B, H, G, D)
+    o = (_sums if rows.value_bits == 8 else _sums_of_groups)(p, values, D)
     mass = scores.logsumexp(-1) if needs_mass else None
-    return o if value_bits == 8 else rotated(o), mass
+    return rotated(o).view(B, H, G, D), mass
+
+
+def _products(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Products [rows, G, S] of queries [rows, G, D] with keys in 8 bits."""
+    D = q.shape[-1]
+    each = q.view(len(parts), -1, *q.shape[1:])
+    products = [
+        torch.bmm(query, codes(part, D, 8).to(q.dtype).mT) for query, part in zip(each, parts)
+    ]
+    return _of_all(products).mul_(_scales_of(parts, q.dtype))
+
+
+def _sums(p: Tensor, parts: Sequence[Tensor], D: int) -> Tensor:
+    """Sums [rows, G, D] of values in 8 bits with weights p [rows, G, S]."""
+    scaled = (p * _scales_of(parts, p.dtype)).view(len(parts), -1, *p.shape[1:])
+    products = [
+        torch.bmm(weights, codes(part, D, 8).to(p.dtype)) for weights, part in zip(scaled, parts)
+    ]
+    return _of_all(products)
+
+
+def _scales_of(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The scales [rows, 1, S] of rows in 8 bits."""
+    return _of_all([scales(part, 8).to(dtype) for part in parts]).mT
+
+
+def _products_of_groups(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Products [rows, G, S] of queries [rows, G, D] with keys in 4 bits."""
+    _, G, D = q.shape
+    n = D // GROUP
+    scale, least = _numbers_of_groups(parts, n, q.dtype)
+    asked = q.unsqueeze(2) * group_matrix(D, q)  # [rows, G, n, D], zero in other groups
+    queries = _for_codes(asked.view(len(parts), -1, G * n, D))
+    products = [
+        torch.bmm(query, _codes(part, n, q.dtype).mT) for query, part in zip(queries, parts)
+    ]
+    of_groups = _of_all(products).view(len(q), G, n, -1).mul_(scale.unsqueeze(1))
+    return torch.baddbmm(of_groups.sum(2), asked.sum(3), least)
+
+
+def _sums_of_groups(p: Tensor, parts: Sequence[Tensor], D: int) -> Tensor:
+    """Sums [rows, G, D] of values in 4 bits with weights p [rows, G, S]."""
+    rows, G, S = p.shape
+    n = D // GROUP
+    scale, least = _numbers_of_groups(parts, n, p.dtype)
+    scaled = (p.unsqueeze(2) * scale.unsqueeze(1)).view(len(parts), -1, G * n, S)
+    products = [
+        torch.bmm(weights, _codes(part, n, p.dtype)) for weights, part in zip(scaled, parts)
+    ]
+    # of the sums with the scales of a group, its own channels: [rows, G, n, 32]
+    sums = _of_codes(_of_all(products))
+    own = sums.view(rows, G, n, n, GROUP).diagonal(0, 2, 3).mT
+    return (own + torch.bmm(p, least.mT).unsqueeze(3)).view(rows, G, D)
 
 
 def _of_all(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _numbers_of_groups(parts: list[Tensor], n: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The scales and the least numbers [rows, n, S] of the n groups of packed keys; then those of as many values."""
-    rows, S = parts[0].shape[:2]
-    numbers = torch.empty(len(parts), rows, 2 * n, S, dtype=dtype, device=parts[0].device)
-    for of_part, part in zip(numbers.mT, parts):
-        of_part.copy_(part.view(torch.float16).narrow(2, 0, 2 * n))
-    return numbers.view(2, -1, 2, n, S).transpose(1, 2).flatten(0, 1).unbind()
+def _numbers_of_groups(
+    parts: Sequence[Tensor], n: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The scales and the least numbers [rows, n, S] of the n groups of rows in 4 bits."""
+    numbers = _of_all([scales(part, 4).to(dtype) for part in parts]).mT
+    scale, least = numbers.contiguous().split(n, 1)
+    return scale, least
 
 
-def _codes(packed: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """The codes [rows, S, D] of packed rows.
+def _codes(packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """The codes [rows, S, D] of rows in 4 bits, which are not taken apart.
 
-    Those of 4 bits are not taken apart: the first half of D are the lower ones of each byte, the others the bytes.
+    The first half of D are the lower ones of each byte, the others the bytes.
     """
     stored = packed.narrow(2, 4 * n, packed.shape[2] - 4 * n)
-    if bits == 8:
-        return stored.to(dtype)
     return torch.cat([stored & 15, stored], -1).to(dtype)
 
 
-def _for_codes(q: Tensor, bits: int) -> Tensor:
+def _for_codes(q: Tensor) -> Tensor:
     """Queries [N, rows, D] whose products with `_codes` are those of q with the codes."""
-    if bits == 8:
-        return q
     of_low, of_high = q.chunk(2, -1)
     of_high = of_high / 16
     return torch.cat([of_low - of_high, of_high], -1)
 
 
-def _of_codes(sums: Tensor, bits: int) -> Tensor:
+def _of_codes(sums: Tensor) -> Tensor:
     """Sums [N, rows, D] of the codes, from those of `_codes`."""
-    if bits == 8:
-        return sums
     low, both = sums.chunk(2, -1)
     return torch.cat([low, (both - low) / 16], -1)

@@ -78,23 +78,28 @@ def _tile(
     meta: tl.constexpr,
 ):
     """Numbers [entries, channels] in float32 of packed rows; of no meaning beyond D and where `is_entry` is not."""
-    N: tl.constexpr = (meta.D + _GROUP - 1) // _GROUP
     first = batch * strides.batch + head * strides.head + start * strides.entry
     row = (first + entry * strides.entry) * BYTES
+    numbers = tl.cast(x, tl.pointer_type(tl.bfloat16)) + row // 2
+    if BITS == 8:
+        d = tl.arange(0, meta.BD)
+        scale = tl.load(numbers, mask=is_entry, other=0.0)
+        is_code = is_entry[:, None] & (d < meta.D)[None, :]
+        code = tl.load(x + row[:, None] + 2 + d[None, :], mask=is_code, other=0)
+        signed = tl.cast(code, tl.int8, bitcast=True)
+        return tl.cast(scale, tl.float32)[:, None] * tl.cast(signed, tl.float32)
+    N: tl.constexpr = (meta.D + _GROUP - 1) // _GROUP
+    HALF: tl.constexpr = (meta.D + 3) // 4 * 2  # channels from this one on are the upper bits
     group = tl.arange(0, meta.BD // _GROUP)
     is_group = is_entry[:, None] & (group < N)[None, :]
-    numbers = tl.cast(x, tl.pointer_type(tl.float16)) + row[:, None] // 2 + group[None, :]
-    scale = tl.load(numbers, mask=is_group, other=0.0)
-    least = tl.load(numbers + N, mask=is_group, other=0.0)
+    of_groups = numbers[:, None] + group[None, :]
+    scale = tl.load(of_groups, mask=is_group, other=0.0)
+    least = tl.load(of_groups + N, mask=is_group, other=0.0)
     channel = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     is_code = is_entry[:, None, None] & (channel < meta.D)[None, :, :]
     codes = x + row[:, None, None] + 4 * N
-    if BITS == 8:
-        code = tl.load(codes + channel[None, :, :], mask=is_code, other=0)
-    else:
-        HALF: tl.constexpr = (meta.D + 3) // 4 * 2  # channels from this one on are the upper bits
-        pair = tl.load(codes + (channel % HALF)[None, :, :], mask=is_code, other=0)
-        code = tl.where((channel < HALF)[None, :, :], pair & 15, pair >> 4)
+    pair = tl.load(codes + (channel % HALF)[None, :, :], mask=is_code, other=0)
+    code = tl.where((channel < HALF)[None, :, :], pair & 15, pair >> 4)
     number = tl.cast(scale, tl.float32)[:, :, None] * tl.cast(code, tl.float32)
     number += tl.cast(least, tl.float32)[:, :, None]
     return tl.reshape(number, [meta.BM, meta.BD])
