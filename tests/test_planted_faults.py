@@ -42,6 +42,7 @@ from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
 from forms import FORMS
 from hf_memory import MemoryTransformerForTokenClassification, cache, cache_argument, save_memory
 from hf_memory.cache import MemoryLayer
+from hf_memory.cache_bits import ALL_BITS
 from hf_memory.conversion import recipe, students
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.conversion.students import weights
@@ -374,7 +375,7 @@ def test_a_memory_that_knows_its_own_version_alone_is_seen(monkeypatch, tmp_path
 def test_a_memory_in_the_bits_of_the_model_and_not_of_the_cache_is_seen(
     kind, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(memory_file, "_held_bits", lambda cache, model: {})
+    monkeypatch.setattr(memory_file, "held_bits", lambda cache: ALL_BITS)
     for bits in (8, {"recurrent_states": 16}):
         with pytest.raises((AssertionError, ValueError)):
             test_native.test_a_loaded_memory_in_few_bits_goes_on_as_the_one_that_was_saved(
