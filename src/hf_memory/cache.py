@@ -779,7 +779,7 @@ def held_bits(cache: Cache) -> CacheBits:
             stored = layer.spec.values()
             found |= {state.name_of_kind: state.bits for state in stored if state.bits}
         elif rows := getattr(layer, "rows", None):
-            parts = zip(ROWS, rows)
+            parts = zip(ROWS, (rows.key_bits, rows.value_bits))
             found |= {f"attention.{part}": bits for part, bits in parts if bits}
     return CacheBits(tuple(sorted(found.items())))
 
