@@ -201,9 +201,54 @@ def assert_exports(model):
     sample = {"input_ids": random_tokens(2, 12), "use_cache": False}
     exported = DynamoExporter().export_program(model, sample, DynamoConfig(dynamic=True))[0]
     run = exported.module()
-    for rows, length in ((3, 37), (1, 130)):
+    for rows, length in ((3, 2), (2, 3), (3, 37), (1, 130)):
         tokens = random_tokens(rows, length)
         assert_close(run(input_ids=tokens).logits, model(tokens).logits)
+
+
+LARGER_THAN_THE_EXAMPLE = {  # blocks and windows of more tokens than the example of an export
+    pattern: ("transformer", {"pattern": pattern, "pattern_size": 64})
+    for pattern in ("strided", "bigbird", "fixed", "linformer")
+}
+LARGER_THAN_THE_EXAMPLE |= {
+    "window of DeltaFormer": (
+        "deltaformer-window",
+        {"layer_types": ["sliding_memory"], "sliding_window": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGER_THAN_THE_EXAMPLE)
+@torch.no_grad()
+def test_an_export_by_a_text_shorter_than_a_block_reads_texts_of_any_length(name):
+    case, options = LARGER_THAN_THE_EXAMPLE[name]
+    assert_exports(make_model(CASE[case], num_hidden_layers=1, **options).double())
+
+
+IN_OTHER_DTYPES = {
+    "a state in 16 bits": ("deltanet", {"recurrent_states": 16}, torch.float32),
+    "a model in 16 bits": ("linear-elu", None, torch.bfloat16),
+    "a memory that learns, in 16 bits": ("titans-mal", None, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", IN_OTHER_DTYPES)
+@torch.no_grad()
+def test_an_exported_step_has_states_in_the_dtypes_of_its_model(name):
+    """transformers' exporters cast an example to the dtype of the model's weights, its states too."""
+    case, bits, dtype = IN_OTHER_DTYPES[name]
+    model = make_model(CASE[case], num_hidden_layers=1, cache_bits=bits).to(dtype)
+    tokens = random_tokens(2, 11)
+    sample = {"input_ids": tokens[:, :1], "past_key_values": prefill(model, tokens[:, :8])}
+    step = DynamoExporter().export(model, sample, DynamoConfig(dynamic=False))
+    cache, eager = (prefill(model, tokens[:, :8]) for _ in range(2))
+    for token in tokens[:, 8:].split(1, 1):
+        output = step(input_ids=token, past_key_values=cache)
+        cache = output.past_key_values
+        expected = model(token, past_key_values=eager).logits
+        assert (output.logits - expected).norm() <= 0.01 * expected.norm()
+    dtypes = [{key: x.dtype for key, x in c.layers[0].states.items()} for c in (cache, eager)]
+    assert dtypes[0] == dtypes[1]
 
 
 class DeltaRule(nn.Module):

@@ -146,7 +146,7 @@ def memory(case, **options):
     for parameter in mixer.parameters():
         parameter.data += 0.3 * random(*parameter.shape)
     x = random(2, 12, SIZES["hidden_size"])
-    q, k, v, _ = mixer.project(x, NOTHING)
+    q, k, v, _ = mixer.heads_of(mixer.project(x, None), NOTHING)
     beta = mixer.largest_beta * mixer.b_proj(x).sigmoid()
     return mixer, x, q, k, v, mixer.decay(x)[0] if mixer.decays else None, beta
 
@@ -167,7 +167,7 @@ def same_weights(one, other):
 )
 def test_a_memory_is_its_equations_one_token_at_a_time(case, options):
     mixer, x, q, k, v, g, beta = memory(case, **options)
-    found, _ = mixer.update(x, NOTHING, Written(q, k, v, g, beta))
+    found, _ = mixer.update(mixer.project(x, None), NOTHING, Written(q, k, v, g, beta))
     n = getattr(mixer, "steps", 1)
     HV = v.shape[2]
     g = g if g.ndim == 4 else g[..., None]
@@ -187,8 +187,11 @@ def test_a_memory_is_its_equations_one_token_at_a_time(case, options):
             strength = 1
             values = mixer.w_proj(x[:, t]).sigmoid().view_as(values) * values
         elif case == "comba":
-            p = mixer.inner_decay.sigmoid()[:, None] * mixer.project(x, NOTHING)[1][:, t]
-            query = mixer.project(x, NOTHING)[0][:, t] - mixer.D[:, None] * p
+            p = (
+                mixer.inner_decay.sigmoid()[:, None]
+                * mixer.heads_of(mixer.project(x, None), NOTHING)[1][:, t]
+            )
+            query = mixer.heads_of(mixer.project(x, None), NOTHING)[0][:, t] - mixer.D[:, None] * p
             reads = unit_length(p).repeat_interleave(HV // p.shape[1], 1)
             query = query.repeat_interleave(2, 1)
         elif case == "preconditioned":
@@ -284,6 +287,6 @@ def test_a_preconditioner_of_all_channels_is_a_stronger_write():
     mixer, x, q, k, v, g, beta = memory("preconditioned")
     mixer.center.fill_(1e30)
     plain = memory("gated-deltanet-sliding", layer_types=["memory"] * 2)[0]
-    found = mixer.update(x, NOTHING, Written(q, k, v, g, beta))
-    expected = plain.update(x, NOTHING, Written(q, k, v, g, 1.5 * beta))
+    found = mixer.update(mixer.project(x, None), NOTHING, Written(q, k, v, g, beta))
+    expected = plain.update(plain.project(x, None), NOTHING, Written(q, k, v, g, 1.5 * beta))
     assert_close((found[0], found[1]["memory"]), (expected[0], expected[1]["memory"]))

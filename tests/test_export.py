@@ -23,6 +23,7 @@ from transformers import (
 import hf_memory
 from cases import SIZES, Case, make_config, random_tokens, word_tokenizer
 from comparing import assert_close, in_float64
+from hf_memory.cache import MemoryLayer
 from hf_memory.conversion import SERVABLE, carry_over, import_model, make_student
 from hf_memory.export import TARGETS, NotExportable, export_model, exporting, find_target
 
@@ -677,3 +678,50 @@ def test_a_token_without_an_embedding_is_refused_before_the_work(tmp_path):
     with pytest.raises(ValueError, match=r"vocab_size=320 .*got 'new63' .*resize_token_embeddings"):
         export_model(tmp_path / "student", tmp_path / "other", gguf=tmp_path / "other.gguf")
     assert not (tmp_path / "other").exists()
+
+
+ALONE = {
+    "qwen3_5": (DELTANET, GDN, ["memory", "full_attention"]),
+    "granite": (GATED, STUDENT, ["memory", "full_attention"]),
+    "mamba2": (GATED, {**MAMBA, "intermediate_size": 0}, ["memory"]),
+    "kimi": (DELTANET, {**KDA, "output_gate_low_rank_dim": 4}, ["memory"]),
+    "granite_swa": (TRANSFORMER, {}, ["full_attention", "sliding_attention", "sliding_heads"]),
+}
+
+
+@pytest.mark.parametrize("target", [target.name for target in TARGETS])
+def test_a_model_with_layers_of_one_kind_alone_is_exported(target, tmp_path):
+    model_type, options, kinds = ALONE[target]
+    for kind in kinds:
+        window = {"sliding_window": 4} if kind.startswith("sliding") else {}
+        case = Case(kind, model_type, {**options, **window, "layer_types": [kind] * 2})
+        assert export_model(make_model(case), tmp_path / kind, target).error < 1e-4
+
+
+def with_dropout():
+    options = {**WINDOWS, **SINKS, "attention_dropout": 0.1}
+    return make_model(Case("dropout", TRANSFORMER, options)).train()
+
+
+def test_a_model_in_training_is_compared_without_dropout(tmp_path):
+    model = with_dropout()
+    assert export_model(model, tmp_path / "served").error < 1e-4
+    assert all(x.training for x in model.modules())
+
+
+def test_an_export_is_refused_also_where_the_models_own_decoding_is_wrong(tmp_path, monkeypatch):
+    """Which makes what the model's rounding could be as large as any fault."""
+    read = MemoryLayer.read
+    halved = lambda self, *args: {name: 0.5 * x for name, x in read(self, *args).items()}  # noqa: E731
+    monkeypatch.setattr(MemoryLayer, "read", halved)
+    rewrite = exporting.rewrite
+
+    def scaled(model, target):
+        theirs = rewrite(model, target)
+        theirs.model.norm.weight.data *= 1.05
+        return theirs
+
+    monkeypatch.setattr(exporting, "rewrite", scaled)
+    with pytest.raises(ValueError, match="logits up to 5e-03 of the largest, got a difference"):
+        export_model(make_model(EXACT[0].case), tmp_path / "served")
+    assert not [*tmp_path.iterdir()]

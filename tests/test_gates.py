@@ -23,8 +23,8 @@ SIZES = {
 class HalvingMixer(DeltaNetMixer):
     """A DeltaNet whose queries have half their length."""
 
-    def mix(self, hidden_states, context):
-        o, states = super().mix(hidden_states, context)
+    def mix(self, projected, context):
+        o, states = super().mix(projected, context)
         return o / 2, states
 
 

@@ -120,6 +120,12 @@ def test_a_config_unlike_its_weights_is_refused_before_they_are_made(folder, fie
         load_model(folder)
 
 
+def test_a_wrong_type_in_a_config_is_a_value_error(folder):
+    change(folder, hidden_size="wide")
+    with pytest.raises(ValueError, match=r"hidden_size'? (expected|must be) int, got .*wide"):
+        load_config(folder)
+
+
 def test_a_tokenizer_whose_reader_panics_is_named(folder):
     tokenizer = word_tokenizer(["w0", "w1"], unk_token="w0")
     words = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -89,7 +89,7 @@ def test_without_trapezoid_and_rotation_it_is_mamba_2():
         (*x.shape[:2], mixer.num_output_heads), torch.inf
     )
     mixer.angle_proj.weight.zero_()
-    q, k, v, _ = mixer.project(x, Context(None, None, None, {}))
+    q, k, v, _ = mixer.heads_of(mixer.project(x, None), Context(None, None, None, {}))
     q = q + mixer.q_bias
     k = k + mixer.k_bias
     g, steps = mixer.decay(x)

@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from accelerate import dispatch_model
 from transformers import (
+    DataCollatorWithFlattening,
     DynamicCache,
     KimiLinearConfig,
     KimiLinearForCausalLM,
@@ -21,6 +23,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     StaticCache,
+    Trainer,
+    TrainingArguments,
 )
 
 from cases import CASE, go_on, make_model, random_tokens
@@ -314,6 +318,50 @@ def test_a_model_in_several_places_uses_the_ops_and_the_cache(kind, on_disk, tmp
     assert (read(model, tokens[:, 8:], cache) - expected).abs().max() < 1e-3 * expected.abs().max()
     save_memory(cache, tmp_path / "memory", model)
     assert load_memory(tmp_path / "memory", use_memory_ops(whole)).get_seq_length() == 12
+
+
+def test_a_hybrid_is_trained_by_the_trainer_as_before(tmp_path, monkeypatch):
+    """Packed, as with a collator without padding: each loss is that of the texts one by one."""
+    monkeypatch.undo()
+    texts = [random_tokens(1, n, seed=n)[0].tolist() for n in (5, 9, 7, 6)]
+    found = []
+    for pack in (False, True):
+        model = ours("qwen3_5").float()
+        trainer = Trainer(
+            model,
+            TrainingArguments(
+                tmp_path,
+                max_steps=2,
+                per_device_train_batch_size=2 if pack else 1,
+                gradient_accumulation_steps=1 if pack else 2,
+                report_to=[],
+                logging_steps=1,
+                save_strategy="no",
+                use_cpu=True,
+                disable_tqdm=True,
+            ),
+            train_dataset=[{"input_ids": text, "labels": text} for text in texts],
+            data_collator=DataCollatorWithFlattening(),
+        )
+        trainer.train()
+        found.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert len(found[0]) == 2
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@torch.no_grad()
+def test_two_threads_go_on_from_caches_of_their_own():
+    model = ours("qwen3_5")
+    texts = [random_tokens(1, 12, seed=seed) for seed in range(4)]
+
+    def logits(text):
+        with torch.no_grad():
+            cache = DynamicCache(config=model.config)
+            return torch.cat([read(model, part, cache) for part in text.split(3, 1)], 1)
+
+    with ThreadPoolExecutor(2) as pool:
+        for text, found in zip(texts, pool.map(logits, texts)):
+            assert_close(found, model(text).logits)
 
 
 def test_a_forward_that_something_else_has_replaced_is_refused():

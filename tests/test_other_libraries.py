@@ -121,6 +121,19 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@torch.no_grad()
+def test_a_head_that_a_config_ties_in_vain_is_imported(name):
+    theirs = make_own(name, LINEAR)
+    theirs.lm_head.weight = torch.nn.Parameter(torch.randn_like(theirs.lm_head.weight))
+    theirs.config.tie_word_embeddings = True
+    ours = import_model(theirs.config, theirs.state_dict())
+    tokens = random_tokens(2, 20)
+    expected = in_float64(ours)(tokens).logits
+    assert_close(theirs(tokens, use_cache=False).logits, expected, ours(tokens).logits)
+    assert torch.equal(ours.model.embed_tokens.weight, theirs.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_logits_equal_those_of_transformers(name):
     theirs = make_own(name, LINEAR)
     ours = import_model(theirs.config, theirs.state_dict())

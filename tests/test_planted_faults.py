@@ -16,6 +16,7 @@ import test_attention_in_bits
 import test_cache
 import test_cache_argument
 import test_cache_bits
+import test_compile
 import test_conversion
 import test_decoding
 import test_deltaformer
@@ -41,6 +42,7 @@ from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
 from forms import FORMS
 from hf_memory import MemoryTransformerForTokenClassification, cache, cache_argument, save_memory
 from hf_memory.cache import MemoryLayer
+from hf_memory.cache_bits import ALL_BITS
 from hf_memory.conversion import recipe, students
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.conversion.students import weights
@@ -53,11 +55,11 @@ from hf_memory.integrations import native
 from hf_memory.integrations.vllm import states
 from hf_memory.mixers import base
 from hf_memory.mixers.pasts import Ring, kept
-from hf_memory.mixers.transformer import store
+from hf_memory.mixers.transformer import sparse, store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import checks, context_parallel, depth, loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
-from hf_memory.ops import rows
+from hf_memory.ops import exported, rows
 from hf_memory.ops.attention_in_bits import chunk as codes
 from hf_memory.ops.attention_in_bits import kernels as kernels_in_bits
 from hf_memory.ops.gate_channels import GateChannels
@@ -371,12 +373,40 @@ def test_a_memory_that_knows_its_own_version_alone_is_seen(monkeypatch, tmp_path
 def test_a_memory_in_the_bits_of_the_model_and_not_of_the_cache_is_seen(
     kind, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(memory_file, "held_bits", lambda cache: memory_file.ALL_BITS)
+    monkeypatch.setattr(memory_file, "held_bits", lambda cache: ALL_BITS)
     for bits in (8, {"recurrent_states": 16}):
         with pytest.raises((AssertionError, ValueError)):
             test_native.test_a_loaded_memory_in_few_bits_goes_on_as_the_one_that_was_saved(
                 kind, bits, tmp_path
             )
+
+
+def test_a_comparison_of_an_export_with_dropout_is_seen(monkeypatch, tmp_path):
+    in_training = torch.no_grad()(exporting.compare.__wrapped__.__wrapped__)
+    monkeypatch.setattr(exporting, "compare", in_training)
+    with pytest.raises(ValueError, match="the exported model must have the model's logits"):
+        test_export.test_a_model_in_training_is_compared_without_dropout(tmp_path)
+
+
+def test_a_comparison_that_allows_whatever_decoding_differs_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(exporting, "MOST", math.inf)
+    with pytest.raises(pytest.fail.Exception):
+        test_export.test_an_export_is_refused_also_where_the_models_own_decoding_is_wrong(
+            tmp_path, monkeypatch
+        )
+
+
+@pytest.mark.parametrize("pattern", ["strided", "fixed"])
+def test_a_graph_of_the_number_of_blocks_of_its_example_is_seen(pattern, monkeypatch):
+    def number(tokens, length):
+        return (tokens + length - 1) // length
+
+    monkeypatch.setattr(exported, "pieces", number)
+    monkeypatch.setattr(sparse, "pieces", number)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        test_compile.test_an_export_by_a_text_shorter_than_a_block_reads_texts_of_any_length(
+            pattern
+        )
 
 
 def test_packing_that_attention_decides_by_itself_is_seen(monkeypatch):

@@ -74,7 +74,7 @@ def test_a_layer_is_its_equations_one_token_at_a_time(case):
     for parameter in mixer.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape, **random)
     x = torch.randn(1, 14, SIZES["hidden_size"], **random)
-    q, k, v, _ = mixer.project(x, Context(None, None, None, {}))
+    q, k, v, _ = mixer.heads_of(mixer.project(x, None), Context(None, None, None, {}))
     q, k, v = (unit_length(q)[0], unit_length(k)[0], v[0])  # [T, heads, channels]
     is_kalman = case == "kalman"
     strength = mixer.b_proj(x)[0].sigmoid()
@@ -98,7 +98,8 @@ def test_a_layer_is_its_equations_one_token_at_a_time(case):
             solution = torch.linalg.solve(H + ridge.diag(), query)
             read = share[t, h] * solution + (1 - share[t, h]) * query
             o[t, h] = S.T @ read * (D**-0.5 if is_kalman else 1)
-    assert_close(mixer(x)[0], mixer.o_proj(mixer.output_gate(o[None], x)))
+    gate = mixer.output_gate.project(x)
+    assert_close(mixer(x)[0], mixer.o_proj(mixer.output_gate(o[None], gate)))
 
 
 def test_a_memory_without_regulariser_is_refused():

@@ -250,7 +250,7 @@ def test_a_memory_is_its_papers_equations(rule, equations):
         )
     mixer.output_gate.register_forward_pre_hook(lambda _, inputs: gate_inputs.append(inputs[0]))
     mixer(x)
-    q, k, v, _ = mixer.project(x, Context(None, None, None, {}))
+    q, k, v, _ = mixer.heads_of(mixer.project(x, None), Context(None, None, None, {}))
     if mixer.unit_keys:
         q = unit_length(q)
         k = unit_length(k)

@@ -1,6 +1,11 @@
 """What the plugin for vLLM does without vLLM: states in pages, the tokens of a step in one row, refusals."""
 
+import re
+import subprocess
+import sys
+import tomllib
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +52,8 @@ SERVED = [case for case in CASES if not has_no_place(case) and memory_layers(mak
 KEPT = CASE["attention-kept"]
 WINDOWED = KEPT.options | {"full_attention_window": 5}
 SERVED.append(KEPT._replace(name="attention-kept-window", options=WINDOWED))
+BY_HEAD = {"num_key_value_heads": 4, "num_kept_tokens": [[3, 0, 5, 3], [2, 2, 2, 2]]}
+SERVED.append(KEPT._replace(name="attention-kept-by-head", options=KEPT.options | BY_HEAD))
 FORGETTING = {**CASE["transformer-forget-heads"].options, "layer_types": ["sliding_heads"] * 2}
 FULL_FORGETTING = CASE["transformer"]._replace(name="forget-full", options=FORGETTING)
 FORGETTING = FORGETTING | {"full_attention_heads": None}
@@ -110,8 +117,6 @@ def test_sequences_in_steps_are_each_sequence_alone(case):
     model = make_model(case)
     if isinstance(model.config.cache_bits, dict):  # those of full heads are the engine's choice
         model.config.cache_bits = {"window": model.config.cache_bits["window"]}
-    for layer in model.model.layers:
-        layer.mixer.declare()
     generator = torch.Generator().manual_seed(1)
     width = 32 + (32 if model.config.model_type == "hf_memory_rwkv7" else 0)  # and first values
     texts = [torch.randn(sum(lengths), width, generator=generator) for lengths in zip(*STEPS)]
@@ -149,8 +154,8 @@ def test_tokens_without_a_step_are_one_text(name):
     text = Pages(mixer, layer, Shelf({}, torch.float64))
     attended = heads_alone(mixer, x[0], angles)
     output = x.new_empty(7, text.width)
-    text.mix(text.project(x, angles)._replace(attended=attended), None, output)
-    assert_close(text.finish(output), mixer(x, angles)[0])
+    text.mix(text.project(x, angles), None, output)
+    assert_close(text.finish(output, attended), mixer(x, angles)[0])
 
 
 def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
@@ -298,6 +303,20 @@ def test_windows_have_more_caches_than_heads_that_keep_everything(full, parts):
 
 def test_sinks_of_heads_without_a_window_are_zero():
     assert of_all_heads(torch.arange(1, 5), [1, 3], 4).tolist() == [0, 0, 1, 2, 0, 0, 3, 4]
+
+
+def test_the_plugin_needs_nothing_that_the_environment_of_vllm_does_not_have():
+    """Dependencies of ours alone are those of conversions; the environment is that of benchmarks/vllm.txt."""
+    root = Path(__file__).parents[1]
+    of_vllm = {
+        re.split("[=<>\\[]", x)[0] for x in (root / "benchmarks/vllm.txt").read_text().split()
+    }
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    ours = [re.split("[=<>\\[ ]", x)[0] for x in declared]
+    missing = [name for name in ours if name not in of_vllm]
+    assert missing
+    code = f"import sys; sys.modules |= dict.fromkeys({missing}); import hf_memory.integrations.vllm.states"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def vllm_config(config, **options):

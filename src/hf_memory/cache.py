@@ -470,6 +470,12 @@ class StaticMemoryLayer(MemoryLayer):
         grows = any(state.growth == "token" for state in self.spec.values())
         return self.tokens_read if grows and self.is_initialized else None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; states keep their dtypes: exporters of transformers cast all tensors of an example."""
+        if name == "states" and self.__dict__.get("spec"):
+            value = {key: _in_own_dtype(x, self.spec.get(key)) for key, x in value.items()}
+        super().__setattr__(name, value)
+
     def _copy_all(self) -> None:
         super()._copy_all()
         self.tokens_read = _writable(self.tokens_read)
@@ -561,6 +567,14 @@ def padding_mask(
     if not is_tracing(present) and present.all():
         return None
     return present.contiguous()  # or its strides change with the past, and graphs are recompiled
+
+
+def _in_own_dtype(x: Tensor, state: State | None) -> Tensor:
+    """A state in the dtype that is declared, or in a wider one, which a model in float64 has."""
+    if state is None or state.dtype is None or not state.dtype.is_floating_point:
+        return x
+    is_rounded = state.bits is not None
+    return x.to(state.dtype if is_rounded else torch.promote_types(state.dtype, x.dtype))
 
 
 def _on_device(indices: Any, device: torch.device) -> Any:
@@ -765,7 +779,7 @@ def held_bits(cache: Cache) -> CacheBits:
             stored = layer.spec.values()
             found |= {state.name_of_kind: state.bits for state in stored if state.bits}
         elif rows := getattr(layer, "rows", None):
-            parts = zip(ROWS, rows)
+            parts = zip(ROWS, (rows.key_bits, rows.value_bits))
             found |= {f"attention.{part}": bits for part, bits in parts if bits}
     return CacheBits(tuple(sorted(found.items())))
 

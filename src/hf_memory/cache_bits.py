@@ -1,6 +1,7 @@
 """In how many bits a cache stores its states: what `cache_bits` of a config or of `generate` says."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from hf_memory.ops.bits import BITS
 
@@ -9,7 +10,9 @@ RECURRENT = "recurrent_states"  # the kind of states that each token changes as 
 ROWS = ("keys", "values")
 
 
-class CacheBits(NamedTuple):
+# Neither frozen nor a tuple, since transformers' exporters set the attributes of what a cache holds.
+@dataclass(unsafe_hash=True)
+class CacheBits:
     """Bits of each number by kind of state, as a value that can be compared, hashed and shared.
 
     A kind of keys and values, such as "window", has two: "window.keys" and "window.values".

@@ -68,9 +68,8 @@ def explain(error: Exception) -> None:
     """End the process with one sentence about wrong input; other errors are raised again, with a traceback."""
     if not isinstance(error, EXPECTED):
         raise error
-    text = " ".join(
-        str(error).split("\n\n")[0].split()
-    )  # the first paragraph, without names of exceptions
+    # the first paragraph, without names of exceptions
+    text = " ".join(str(error).split("\n\n")[0].split())
     text = text.rpartition("Error: ")[2] or type(error).__name__
     errors.print("Error: ", style="red", end="")
     errors.out(

@@ -51,9 +51,8 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
         )
     try:
         text = file.read_text(encoding="utf-8")
-        if any(
-            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)
-        ):  # few of them can stand for very much
+        # few of them can stand for very much
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has an alias (*name)")
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

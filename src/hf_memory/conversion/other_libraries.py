@@ -29,6 +29,7 @@ from hf_memory.modeling.rwkv7 import RANKS, Rwkv7Config
 from hf_memory.modeling.transformer import MemoryTransformerConfig
 
 Weights = Mapping[str, Tensor]
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 SAME = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -585,9 +586,13 @@ def import_model(
         "intermediate_size": sum(gates)
     }
     ours = source.config(**{**shared, **source.options(theirs)})
+    found = _ours(source, theirs, weights)
+    ends = [found[name] for name in ENDS if name in found]
+    if len(ends) == 2 and not torch.equal(*ends):
+        ours.tie_word_embeddings = False  # whatever the config says, as transformers reads it
     causal_lm = next(family.causal_lm for family in FAMILIES if family.config is source.config)
     model = causal_lm(ours)
-    _load(model, _ours(source, theirs, weights))
+    _load(model, found)
     return model.eval()
 
 

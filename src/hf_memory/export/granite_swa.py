@@ -114,7 +114,8 @@ class GraniteSWA(Target):
             "num_key_value_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
             "hidden_act": config.hidden_act,
-            "sliding_window": config.sliding_window,
+            # transformers asks for a window even if no layer has one
+            "sliding_window": config.sliding_window or config.max_position_embeddings,
             "rope_parameters": config.rope_parameters,
             "layer_rope_theta": [theta if rotated else 0 for rotated in rotates],
             "attention_bias": _has_bias(config),

@@ -39,9 +39,8 @@ FREE += (
     "sliding_window",
     "kept_block_size",
 )  # which no accepted layer uses, or no other than attention with a window
-ANY = dict.fromkeys((*COMMON_FIELDS, *FREE)) | {
-    "memory_rope": (False,)
-}  # what every target accepts
+# what every target accepts
+ANY = dict.fromkeys((*COMMON_FIELDS, *FREE)) | {"memory_rope": (False,)}
 EACH_LAYER = (
     "full_attention_heads",
     "num_kept_tokens",

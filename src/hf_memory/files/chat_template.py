@@ -21,9 +21,8 @@ from hf_memory.files import template_process
 
 SECONDS = 5.0  # that a template may take; usual ones take milliseconds
 STARTING = 120.0  # seconds that the process may take to import what it needs
-MARKS = re.compile(
-    r"\{%-?\s*generation\s*-?%\}"
-)  # before what the model writes, in templates that say it
+# before what the model writes, in templates that say it
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ADDED = 10**6  # characters that a template may add to a conversation
 
 
@@ -31,9 +30,8 @@ class Rendered(NamedTuple):
     """A conversation as text."""
 
     text: str
-    places: list[
-        tuple[int, int]
-    ]  # where the text begins and ends that the template marks as the assistant's
+    # where the text begins and ends that the template marks as the assistant's
+    places: list[tuple[int, int]]
 
 
 def tokens_and_targets(tokenizer, messages: list[dict]) -> tuple[list[int], Tensor]:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 WRAPPERS = re.compile(r"\.(modules_to_save|original_module|base_layer)(?=\.)")
@@ -60,6 +59,8 @@ def _idle(name: str, module: Any) -> list[str]:
 
 def _read(model: nn.Module, name: str) -> Tensor:
     """A weight that accelerate keeps on the CPU or on the disk."""
+    from accelerate.utils import align_module_device  # which vLLM's environment does not have
+
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     with align_module_device(module, torch.device("cpu")):

@@ -55,9 +55,8 @@ def main() -> None:
     sys.stdout.buffer.flush()
     with open(os.devnull, "w") as nowhere:
         for seconds in sys.stdin.buffer:
-            faulthandler.dump_traceback_later(
-                float(seconds), exit=True, file=nowhere
-            )  # ends C code, too
+            # ends C code, too
+            faulthandler.dump_traceback_later(float(seconds), exit=True, file=nowhere)
             found = answer(sys.stdin.buffer.readline(), render_jinja_template)
             faulthandler.cancel_dump_traceback_later()
             sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")

@@ -273,9 +273,8 @@ def _encoded(tokenizer, assistant_only: bool, batch: list[Document]) -> Tokens:
     tokens = [np.empty(0, np.int32)]
     targets = [np.empty(0, bool)]
     for document, (ids, chosen) in zip(batch, _ids(tokenizer, assistant_only, batch)):
-        first = (
-            len(start) if ids[: len(start)] == start else 0
-        )  # templates write it, but windows begin with it
+        # templates write it, but windows begin with it
+        first = len(start) if ids[: len(start)] == start else 0
         ids = ids[first:] + (end if ids and isinstance(document, str) else [])
         tokens.append(np.array(ids, np.int32))
         targets.append(np.ones(len(ids), bool) if chosen is None else chosen[first:].numpy())

@@ -5,7 +5,7 @@ from functools import cache as remembered
 from functools import partial
 from inspect import signature
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from hf_memory.cache import Spec, State, States, hold_a_memory, keep_keys_and_va
 from hf_memory.cache_argument import CACHE, NAMES, named_cache
 from hf_memory.cache_bits import RECURRENT, CacheBits, check_kinds, read_bits
 from hf_memory.layers import causal_convolution, unit_length, upcast
-from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.base import Context, MemoryMixer, Projected
+from hf_memory.mixers.positions import Positions
 from hf_memory.modeling.assisted import note_read, sequence_length
 from hf_memory.modeling.packing import (
     PACKING,
@@ -31,15 +32,6 @@ from hf_memory.ops import delta_rule
 
 SILU = ("silu", "swish")  # names of the activation that follows the convolution
 Model = TypeVar("Model", bound=nn.Module)
-
-
-class Projected(NamedTuple):
-    """What a mixer computes from hidden states, token by token."""
-
-    qkv: Tensor  # [B, T, channels], before the convolution
-    beta: Tensor  # [B, T, HV]
-    g: Tensor  # [B, T, HV], or [B, T, HV, K] with a decay for each key channel
-    gate: Tensor  # [B, T, HV, V], of the output
 
 
 class NativeMixer(MemoryMixer):
@@ -86,13 +78,20 @@ class NativeMixer(MemoryMixer):
     def sizes(self) -> tuple[int, int, int, int]:
         """Numbers of key and value heads, and of channels of a key and of a value."""
 
-    @abstractmethod
-    def projected(self, hidden_states: Tensor) -> Projected:
-        """What depends on each token [B, T, hidden_size] alone."""
+    @property
+    def width(self) -> int:
+        """See `Projections.width`."""
+        _, value_heads, _, V = self.sizes
+        return value_heads * V
 
     @abstractmethod
-    def output(self, o: Tensor, gate: Tensor) -> Tensor:
-        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
+    def project(self, hidden_states: Tensor, positions: Positions | None = None) -> Projected:
+        """`qkv` [B, T, channels] before the convolution, `beta` [B, T, HV], `gate` [B, T, HV, V] of the output, and `g`
+        [B, T, HV], or [B, T, HV, K] with a decay for each key channel."""
+
+    @abstractmethod
+    def gated(self, o: Tensor, gate: Tensor) -> Tensor:
+        """What was read [B, T, HV, V], normed, with its gate [B, T, HV, V]."""
 
     @force_accelerate_hooks("conv1d")
     def forward(  # type: ignore[override]
@@ -129,11 +128,10 @@ class NativeMixer(MemoryMixer):
         )
         return output
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and `conv` [N, W - 1, channels]."""
-        qkv, beta, g, gate = self.projected(hidden_states)
         qkv, conv = causal_convolution(
-            qkv,
+            projected["qkv"],
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
             context.states.get("conv"),
@@ -147,12 +145,13 @@ class NativeMixer(MemoryMixer):
             unit_length(q.unflatten(-1, (-1, K))),
             unit_length(k.unflatten(-1, (-1, K))),
             v.unflatten(-1, (-1, V)),
-            beta,
-            g,
+            projected["beta"],
+            projected["g"],
             in_place=True,
             **context.options("auto", context.states.get("memory")),
         )
-        return self.output(o, gate), {"conv": conv, "memory": memory}
+        mixed = self.gated(o, projected["gate"]).flatten(-2)
+        return mixed, {"conv": conv, "memory": memory}
 
 
 class GatedDeltaNet(NativeMixer):
@@ -176,9 +175,13 @@ class GatedDeltaNet(NativeMixer):
         """The natural logarithm [B, T, HV] of the decay, from its projection [B, T, HV]."""
         return -upcast(self.A_log).exp() * F.softplus(upcast(a) + upcast(self.dt_bias))
 
-    def output(self, o: Tensor, gate: Tensor) -> Tensor:
-        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
-        return self.out_proj(self.norm(o, gate).flatten(-2))
+    def gated(self, o: Tensor, gate: Tensor) -> Tensor:
+        """See `NativeMixer.gated`."""
+        return self.norm(o, gate)
+
+    def finish(self, mixed: Tensor) -> Tensor:
+        """See `Projections.finish`."""
+        return self.out_proj(mixed)
 
 
 class Qwen3NextMixer(GatedDeltaNet):
@@ -188,13 +191,14 @@ class Qwen3NextMixer(GatedDeltaNet):
     in_proj_ba: Any
     fix_query_key_value_ordering: Any
 
-    def projected(self, hidden_states: Tensor) -> Projected:
-        """What depends on each token [B, T, hidden_size] alone."""
+    def project(self, hidden_states: Tensor, positions: Positions | None = None) -> Projected:
+        """See `NativeMixer.project`."""
         *qkv, gate, b, a = self.fix_query_key_value_ordering(
             self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
         )
         beta = upcast(b).sigmoid()
-        return Projected(torch.cat([x.flatten(-2) for x in qkv], -1), beta, self.decay(a), gate)
+        qkv = torch.cat([x.flatten(-2) for x in qkv], -1)
+        return {"qkv": qkv, "beta": beta, "g": self.decay(a), "gate": gate}
 
 
 class Qwen35Mixer(GatedDeltaNet):
@@ -205,12 +209,12 @@ class Qwen35Mixer(GatedDeltaNet):
     in_proj_b: Any
     in_proj_a: Any
 
-    def projected(self, hidden_states: Tensor) -> Projected:
-        """What depends on each token [B, T, hidden_size] alone."""
+    def project(self, hidden_states: Tensor, positions: Positions | None = None) -> Projected:
+        """See `NativeMixer.project`."""
         gate = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
         beta = upcast(self.in_proj_b(hidden_states)).sigmoid()
         g = self.decay(self.in_proj_a(hidden_states))
-        return Projected(self.in_proj_qkv(hidden_states), beta, g, gate)
+        return {"qkv": self.in_proj_qkv(hidden_states), "beta": beta, "g": g, "gate": gate}
 
 
 class ProjectedApart:
@@ -229,9 +233,13 @@ class ProjectedApart:
             [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], -1
         )
 
-    def output(self, o: Tensor, gate: Tensor) -> Tensor:
-        """[B, T, hidden_size], from what was read [B, T, HV, V] and its gate [B, T, HV, V]."""
-        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+    def gated(self, o: Tensor, gate: Tensor) -> Tensor:
+        """See `NativeMixer.gated`."""
+        return self.o_norm(o, gate)
+
+    def finish(self, mixed: Tensor) -> Tensor:
+        """See `Projections.finish`."""
+        return self.o_proj(mixed)
 
 
 class OlmoHybridMixer(ProjectedApart, GatedDeltaNet):
@@ -241,14 +249,14 @@ class OlmoHybridMixer(ProjectedApart, GatedDeltaNet):
     a_proj: Any
     g_proj: Any
 
-    def projected(self, hidden_states: Tensor) -> Projected:
-        """What depends on each token [B, T, hidden_size] alone."""
+    def project(self, hidden_states: Tensor, positions: Positions | None = None) -> Projected:
+        """See `NativeMixer.project`."""
         gate = self.g_proj(hidden_states).unflatten(-1, (-1, self.head_v_dim))
         beta = upcast(self.b_proj(hidden_states)).sigmoid()
         if self.allow_neg_eigval:
             beta = 2 * beta
         g = self.decay(self.a_proj(hidden_states))
-        return Projected(self.projected_apart(hidden_states), beta, g, gate)
+        return {"qkv": self.projected_apart(hidden_states), "beta": beta, "g": g, "gate": gate}
 
 
 class KimiLinearMixer(ProjectedApart, NativeMixer):
@@ -264,12 +272,12 @@ class KimiLinearMixer(ProjectedApart, NativeMixer):
         """Numbers of key and value heads, and of channels of a key and of a value."""
         return self.num_heads, self.num_heads, self.head_dim, self.head_dim
 
-    def projected(self, hidden_states: Tensor) -> Projected:
-        """What depends on each token [B, T, hidden_size] alone."""
+    def project(self, hidden_states: Tensor, positions: Positions | None = None) -> Projected:
+        """See `NativeMixer.project`."""
         gate = self.g_b_proj(self.g_a_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
         beta = upcast(self.b_proj(hidden_states)).sigmoid()
         g = self.forget_gate(hidden_states)
-        return Projected(self.projected_apart(hidden_states), beta, g, gate)
+        return {"qkv": self.projected_apart(hidden_states), "beta": beta, "g": g, "gate": gate}
 
 
 MIXERS: dict[str, type[NativeMixer]] = {  # by the name of transformers' class

@@ -15,7 +15,7 @@ from hf_memory.cache import (
 from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
 from hf_memory.layers import upcast
-from hf_memory.mixers.base import Projections
+from hf_memory.mixers.base import Projected, Projections
 from hf_memory.mixers.pasts import of_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.soft_cap import soft_capped
@@ -62,11 +62,27 @@ class AttentionMixer(Convertible, Projections):
         Packing is part of the mask, or of `cu_seq_lens_q` and its kin in `kwargs` for attention without masks, which
         would find packed sequences of its own in `position_ids`.
         """
-        rows = self.project_heads(hidden_states, Positions(*position_embeddings))
-        q, k, v = (x.transpose(1, 2) for x in rows)  # [B, H, T, D]
+        projected = self.project(hidden_states, Positions(*position_embeddings))
+        mixed, weights = self.mix(projected, attention_mask, cache, **kwargs)
+        return self.finish(mixed), weights
+
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """The first step: q, k and v [B, T, heads, D], rotated."""
+        q, k, v = self.project_heads(hidden_states, positions)
+        return {"q": q, "k": k, "v": v}
+
+    def mix(
+        self,
+        projected: Projected,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The second step: attention to the tokens, and to those of a cache, [B, T, width], and its weights or None."""
+        q, k, v = (projected[name].transpose(1, 2) for name in "qkv")  # [B, H, T, D]
         k, v = self.seen(k, v, cache)
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
-        return self.o_proj(output.flatten(-2)), weights
+        return output.flatten(-2), weights
 
     def seen(self, k: Tensor, v: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
         """New keys and values [B, H, T, D] after those of a cache, if there is one, as queries see them."""

@@ -13,7 +13,7 @@ from transformers import initialization as init
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Columns
-from hf_memory.mixers.base import Context, MemoryMixer, Projections
+from hf_memory.mixers.base import Context, Projected, Projections, WholeMixer
 from hf_memory.mixers.pasts import New, Window, window_attention
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import all_tokens, everything
@@ -21,7 +21,7 @@ from hf_memory.ops.masks import all_tokens, everything
 WINDOW = 0.1  # initial factor of the window's output, so that the memory learns what is beyond it
 
 
-class AttentionAndMemoryMixer(MemoryMixer):
+class AttentionAndMemoryMixer(WholeMixer):
     """Base class of MAC, MAG and MAL: attention with a Transformer's projections, and a memory."""
 
     padding_last = True
@@ -132,8 +132,9 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
         self.gate.fill_(target.norm() / (output - without).norm())
         self.o_proj.weight.mul_(WINDOW)
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are those of the memory and of the window."""
+        hidden_states = projected["x"]
         heads, window = self.attend(hidden_states, context)
         remembered, memory = self.remember(hidden_states, context)
         attended = self.o_proj(heads.flatten(-2))
@@ -151,8 +152,9 @@ class MemoryAsLayerMixer(AttentionAndMemoryMixer):
         """Scale the memory's output to the size of what the window misses."""
         self.gate.fill_((target - without).norm() / (output - without).norm())
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are those of the memory and of the window."""
+        hidden_states = projected["x"]
         remembered, memory = self.remember(hidden_states, context)
         heads, window = self.attend(hidden_states + self.gate * remembered, context)
         return self.o_proj(heads.flatten(-2)), {"attention": window, "memory": memory}

@@ -34,6 +34,9 @@ from hf_memory.mixers.positions import Positions
 from hf_memory.ops.layout import blank, repeat_heads
 from hf_memory.ops.masks import Tokens, count, packed
 
+# What a mixer knows of each token by itself: tensors [1 or B, T, ...] by name.
+Projected = dict[str, Any]
+
 
 class Context(NamedTuple):
     """What a memory needs besides the hidden states: positions, mask, packing and past; see `MemoryMixer.forward`."""
@@ -178,7 +181,11 @@ class Context(NamedTuple):
 
 
 class Projections(nn.Module, ABC):
-    """The parts that attention and memory share: projections of q, k, v and the output, q/k norms, and rotation."""
+    """The parts that attention and memory share: projections of q, k, v and the output, q/k norms, and rotation.
+
+    A mixer is three steps: `project` looks at each token by itself, `mix` at other tokens and at the past, and `finish`
+    again at each token. `forward` takes them in turn; an engine that stores the past itself takes them one by one.
+    """
 
     # Whether gradients of a row are the same if it is read in parts, one after the states of another.
     passes_gradients = True
@@ -247,6 +254,15 @@ class Projections(nn.Module, ABC):
         """Whether each of queries and keys has an RMS norm."""
         return self.config.use_qk_norm
 
+    @property
+    def width(self) -> int:
+        """Number of channels of what `mix` gives for each token."""
+        return self.num_output_heads * self.value_dim
+
+    def finish(self, mixed: Tensor) -> Tensor:
+        """The last step: the output [B, T, hidden_size] from what `mix` gives, [B, T, width]."""
+        return self.o_proj(mixed)
+
     @classmethod
     @abstractmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -308,7 +324,10 @@ class Projections(nn.Module, ABC):
 
 
 class MemoryMixer(Convertible, Projections):
-    """A mixer whose past is a set of states. Subclasses implement `mix`, which reads and updates the states."""
+    """A mixer whose past is a set of states.
+
+    Subclasses implement `mix`, which reads and updates the states, and add what else it needs of a token to `project`.
+    """
 
     padding_last = False  # whether `mix` is given rows with padding at the end
     has_silu = True  # silu after the short convolutions, or after the projections if there are no convolutions
@@ -323,11 +342,6 @@ class MemoryMixer(Convertible, Projections):
     def sees_positions(self) -> bool:
         """Whether queries and keys of this mixer are rotated by position."""
         return self.config.memory_rope
-
-    @property
-    def width(self) -> int:
-        """Number of channels of what the mixer gives for each token."""
-        return self.config.hidden_size
 
     @property
     def scores(self) -> Scores:
@@ -463,7 +477,7 @@ class MemoryMixer(Convertible, Projections):
         """
         parts = nested(states) if self.has_parts else states
         hidden_states, context = self.in_context(inputs, parts, cu_seqlens, layer)
-        output, after = self.mix_after(hidden_states, context)
+        output, after = self.run(hidden_states, context)
         output = output if context.order is None else context.in_their_places(output)
         after = flat(after) if self.has_parts else after
         spec = self.spec_in(context.bits)
@@ -498,27 +512,24 @@ class MemoryMixer(Convertible, Projections):
             return context.with_padding_last(inputs["hidden_states"])
         return inputs["hidden_states"], context
 
-    def mix_after(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The output [B, T, hidden_size] and the states, by `mix` or `mix_one`."""
-        is_one = context.is_step(hidden_states)
-        return (self.mix_one if is_one else self.mix)(hidden_states, context)
+    def run(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The three steps: the output [B, T, hidden_size], and the states after these tokens."""
+        mixed, states = self.mix(self.project(hidden_states, context.positions), context)
+        return self.finish(mixed), states
+
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """The first step: what `mix` needs of each token. Here q, k and v [B, T, channels] before convolutions."""
+        return {x: getattr(self, f"{x}_proj")(hidden_states) for x in "qkv"}
 
     @abstractmethod
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The output [B, T, hidden_size], and the states after these tokens."""
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
+        """The second step: its result [B, T, width], and the states after these tokens."""
 
-    def mix_one(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The same for one token of each row [B, 1, hidden_size] that follows others, without padding or gradients.
-
-        States may be changed in place. Mixers that gain nothing by it read one token as they read many.
-        """
-        return self.mix(hidden_states, context)
-
-    def project(
-        self, hidden_states: Tensor, context: Context
+    def heads_of(
+        self, projected: Projected, context: Context
     ) -> tuple[Tensor, Tensor, Tensor, States]:
         """q and k [B, T, H, K], v [B, T, HV, V] with HV a multiple of H, and the states of the convolutions."""
-        parts = {x: getattr(self, f"{x}_proj")(hidden_states) for x in "qkv"}
+        parts = {x: projected[x] for x in "qkv"}
         new_states: States = {}
         for x in self.convolved:
             parts[x] = self.convolve(x, parts[x], context, new_states)
@@ -561,6 +572,23 @@ def convolution_spec(config, convolved: str = "qkv") -> Spec:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
+class WholeMixer(MemoryMixer):
+    """A mixer in which linear maps follow the past, so that `mix` does nearly all and gives the output."""
+
+    @property
+    def width(self) -> int:
+        """See `Projections.width`."""
+        return self.config.hidden_size
+
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """The hidden states."""
+        return {"x": hidden_states}
+
+    def finish(self, mixed: Tensor) -> Tensor:
+        """The output is what `mix` gives."""
+        return mixed
+
+
 class OutputGate(Convertible, nn.Module):
     """An RMS norm of each head, times activation(W x) of the hidden states x unless `output_gate` is none."""
 
@@ -588,11 +616,14 @@ class OutputGate(Convertible, nn.Module):
         if self.activation == "silu":
             steady_rows(self.down, self.proj, direction)
 
-    def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:
-        """o [B, T, HV, V] -> [B, T, HV * V]."""
+    def project(self, hidden_states: Tensor) -> Projected:
+        """The gate [B, T, HV * V] by name, if there is one."""
+        if self.activation == "none":
+            return {}
+        gate = self.proj(self.down(hidden_states))
+        return {"output_gate": ACTIVATIONS[self.activation](gate)}
+
+    def forward(self, o: Tensor, projected: Projected) -> Tensor:
+        """o [B, T, HV, V] -> [B, T, HV * V], with the gate that is projected."""
         o = self.norm(o).flatten(-2)
-        return (
-            o
-            if self.activation == "none"
-            else o * ACTIVATIONS[self.activation](self.proj(self.down(hidden_states)))
-        )
+        return o if self.activation == "none" else o * projected["output_gate"]

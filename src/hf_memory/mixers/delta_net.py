@@ -3,9 +3,10 @@
 from torch import Tensor, nn
 
 from hf_memory.layers import unit_length, upcast
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, Projected, States
 from hf_memory.mixers.gates import SoftplusDecay
 from hf_memory.mixers.levels import Levels, Written
+from hf_memory.mixers.positions import Positions
 
 BY_CHANNEL = ("vector", "gdn2", "preconditioned_vector")  # gates with a decay for each key channel
 
@@ -29,17 +30,24 @@ class DeltaNetMixer(Levels, MemoryMixer):
             self.decay = SoftplusDecay(config.hidden_size, heads, channels)
         self.output_gate = OutputGate(heads, self.value_dim, config)
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `MemoryMixer.project`; with the write strength, the decay and the gate of the output."""
+        rows = super().project(hidden_states, positions)
+        rows["beta"] = self.largest_beta * upcast(self.b_proj(hidden_states)).sigmoid()
+        if self.decays:
+            rows["g"] = self.decay(hidden_states)[0]
+        return rows | self.output_gate.project(hidden_states)
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
-        q, k, v, new_states = self.project(hidden_states, context)
-        beta = self.largest_beta * upcast(self.b_proj(hidden_states)).sigmoid()
-        g = self.decay(hidden_states)[0] if self.decays else None
-        o, states = self.update(hidden_states, context, Written(q, k, v, g, beta))
-        return self.o_proj(self.output_gate(o, hidden_states)), new_states | states
+        q, k, v, new_states = self.heads_of(projected, context)
+        written = Written(q, k, v, projected.get("g"), projected["beta"])
+        o, states = self.update(projected, context, written)
+        return self.output_gate(o, projected), new_states | states
 
     def update(
-        self, hidden_states: Tensor, context: Context, written: Written
+        self, projected: Projected, context: Context, written: Written
     ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and the memory after the tokens; q and k are not of unit length yet."""
         written = written._replace(q=unit_length(written.q), k=unit_length(written.k))
-        return self.remember(hidden_states, context, written)
+        return self.remember(projected, context, written)

@@ -9,8 +9,9 @@ from transformers import initialization as init
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import unit_length, upcast
 from hf_memory.mixers.attention_blocks import full_attention
-from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.base import Context, MemoryMixer, Projected
 from hf_memory.mixers.pasts import Everything, New, Ring
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops.deltaformer import corrected_values, read
 
 
@@ -56,11 +57,19 @@ class DeltaFormerMixer(MemoryMixer):
         spec["values"] = replace(spec["values"], kind=None)
         return {"tokens_read": State((), torch.long)} | spec
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """q, k and v [B, T, heads, channels], not rotated, and the write strength beta, if there is one."""
+        q, k, v = self.project_heads(hidden_states, None)
+        beta = self._beta(hidden_states)
+        rows = {"q": q, "k": k, "v": v}
+        return rows if beta is None else rows | {"beta": beta}
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are `tokens_read` [B]; and those of `Everything`, or of a `Ring` with a window: `keys`
         [B, tokens, H, D or 2 D], and `values` [B, tokens, H, D], which are u."""
-        q, k_written, v = self.project_heads(hidden_states, None)
-        q, k = self.rotate(q, k_written, context.positions)
+        k_written = projected["k"]
+        v = projected["v"]
+        q, k = self.rotate(projected["q"], k_written, context.positions)
         tokens, tokens_read = context.tokens_and_count(k)
         keys = k if self.config.write_rope else torch.cat([k, k_written], -1)
         layout = past_of(self.config, self.layer_idx)
@@ -80,7 +89,7 @@ class DeltaFormerMixer(MemoryMixer):
         }
         u_before = None if before is None else before.values
         written = keys[..., -self.head_dim :]
-        u = self._write(written, v, self._beta(hidden_states), u_before, shared)
+        u = self._write(written, v, projected.get("beta"), u_before, shared)
         past = layout.read_many(new._replace(values=u, stored_values=u), tokens, context)
         if self.config.read_kernel == "softmax":
             near = past.near._replace(keys=past.near.keys[..., : self.head_dim])
@@ -90,7 +99,7 @@ class DeltaFormerMixer(MemoryMixer):
             k = unit_length(keys[..., : self.head_dim])
             u = u if u_before is None else torch.cat([u_before, u], 1)
             o = read(unit_length(q), k, u, kernel=self.config.read_kernel, **shared)
-        return self.o_proj(o.flatten(2)), past.states | {"tokens_read": tokens_read}
+        return o.flatten(2), past.states | {"tokens_read": tokens_read}
 
     def _write(
         self, k: Tensor, v: Tensor, beta: Tensor | None, before: Tensor | None, shared: dict

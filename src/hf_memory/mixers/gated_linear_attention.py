@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_memory.layers import GroupRMSNorm
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, Projected, States
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay, steady_rows
 from hf_memory.mixers.levels import Levels, Written
+from hf_memory.mixers.positions import Positions
 
 
 class GatedLinearAttentionMixer(Levels, MemoryMixer):
@@ -32,13 +33,17 @@ class GatedLinearAttentionMixer(Levels, MemoryMixer):
         self.decay: Any = FixedDecay(heads) if config.gate == "retention" else SigmoidDecay(*sizes)
         self.output_gate = OutputGate(heads, self.value_dim, config)
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `MemoryMixer.project`; with the decay and the gate of the output."""
+        rows = super().project(hidden_states, positions)
+        rows["g"] = self.decay(hidden_states)
+        return rows | self.output_gate.project(hidden_states)
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
-        q, k, v, new_states = self.project(hidden_states, context)
-        o, memory = self.remember(
-            hidden_states, context, Written(q, k, v, self.decay(hidden_states))
-        )
-        return self.o_proj(self.output_gate(o, hidden_states)), new_states | memory
+        q, k, v, new_states = self.heads_of(projected, context)
+        o, memory = self.remember(projected, context, Written(q, k, v, projected["g"]))
+        return self.output_gate(o, projected), new_states | memory
 
 
 class Mamba2Mixer(Levels, MemoryMixer):
@@ -64,11 +69,18 @@ class Mamba2Mixer(Levels, MemoryMixer):
         """Start the gate as nearly constant: products of hidden states and `direction` [hidden_size] are about 1."""
         steady_rows(nn.Identity(), self.g_proj, direction)
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `MemoryMixer.project`; with the decay, the steps and the gate of the output."""
+        rows = super().project(hidden_states, positions)
+        rows["g"], rows["steps"] = self.decay(hidden_states)
+        rows["output_gate"] = F.silu(self.g_proj(hidden_states))
+        return rows
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
-        q, k, x, new_states = self.project(hidden_states, context)
-        g, steps = self.decay(hidden_states)
-        written = Written(q, k, (x * steps[..., None]).to(x.dtype), g)
-        o, memory = self.remember(hidden_states, context, written, scale=1.0)
+        q, k, x, new_states = self.heads_of(projected, context)
+        v = (x * projected["steps"][..., None]).to(x.dtype)
+        written = Written(q, k, v, projected["g"])
+        o, memory = self.remember(projected, context, written, scale=1.0)
         o = (o + self.D.to(x.dtype)[:, None] * x).flatten(-2)
-        return self.o_proj(self.o_norm(o * F.silu(self.g_proj(hidden_states)))), new_states | memory
+        return self.o_norm(o * projected["output_gate"]), new_states | memory

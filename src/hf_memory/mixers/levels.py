@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import upcast
-from hf_memory.mixers.base import Context, States
+from hf_memory.mixers.base import Context, Projected, States
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops import LogLinearState, delta_rule, linear_attention, log_linear_attention
 from hf_memory.ops.exported import varies
 
@@ -71,9 +72,16 @@ class Levels:
         memory = replace(spec["memory"], growth="log", at_most=2**config.num_levels - 1)
         return spec | {"memory": memory, "tokens_read": State((), torch.long)}
 
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `MemoryMixer.project`; with the weights of levels, if there are any."""
+        rows = super().project(hidden_states, positions)  # type: ignore[misc]
+        if self.config.levels == "log":
+            rows["level_weights"] = self.level_weights(hidden_states)
+        return rows
+
     def remember(
         self,
-        hidden_states: Tensor,
+        projected: Projected,
         context: Context,
         written: Written,
         *,
@@ -92,7 +100,7 @@ class Levels:
             if memory is not None:
                 past = LogLinearState(memory, context.states["tokens_read"])
                 levels = memory.shape[1]
-            weights = self.level_weights(hidden_states)[..., : levels + 1]
+            weights = projected["level_weights"][..., : levels + 1]
             options = context.options(backend, past)
             o, after = log_linear_attention(
                 q, k, v, weights, beta, g, scale=scale, **erase, **options

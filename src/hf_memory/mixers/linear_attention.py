@@ -4,7 +4,7 @@ from torch import Tensor
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import RMSNorm
-from hf_memory.mixers.base import Context, MemoryMixer, States
+from hf_memory.mixers.base import Context, MemoryMixer, Projected, States
 from hf_memory.mixers.feature_map import FeatureMap, num_features
 from hf_memory.ops import LinearState, linear_attention
 
@@ -31,9 +31,9 @@ class LinearAttentionMixer(MemoryMixer):
         spec |= {"normalizer": State((H, F))} if config.normalize else {}
         return spec | ({"running_max": State((H,))} if config.feature_map == "favor" else {})
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, H, F, D], `normalizer` [N, H, F], and for favor `running_max` [N, H]."""
-        q, k, v, _ = self.project(hidden_states, context)
+        q, k, v, _ = self.heads_of(projected, context)
         q, k, g, new_states = self.feature_map(q, k, context)
         past = context.past(LinearState) if self.config.normalize else context.states.get("memory")
         o, state = linear_attention(
@@ -48,4 +48,4 @@ class LinearAttentionMixer(MemoryMixer):
         if self.config.output_norm:
             o = self.o_norm(o)
         new_states |= state._asdict() if self.config.normalize else {"memory": state}
-        return self.o_proj(o.flatten(-2)), new_states
+        return o.flatten(-2), new_states

@@ -5,8 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_memory.cache import States
-from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.base import Context, MemoryMixer, Projected
 from hf_memory.mixers.gates import ChannelDecay
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops import selective_scan
 
 
@@ -31,14 +32,19 @@ class MambaMixer(MemoryMixer):
         self.D = nn.Parameter(torch.empty(channels))
         self.g_proj = nn.Linear(config.hidden_size, channels, bias=False)
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """x before its convolution, and the gate silu(z) of the output."""
+        gate = F.silu(self.g_proj(hidden_states))
+        return {"v": self.v_proj(hidden_states), "output_gate": gate}
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, 1, K, V] and that of the convolution."""
         new_states: States = {}
-        x = self.convolve("v", self.v_proj(hidden_states), context, new_states)
+        x = self.convolve("v", projected["v"], context, new_states)
         steps, rate = self.decay(x)
         q, k, v = self.split_heads(self.q_proj(x), self.k_proj(x), (steps * x).to(x.dtype))
         q, k = self.normalize_and_rotate(q, k, context.positions)
         options = context.options(self.config.mixer_backend, context.states.get("memory"))
         o, new_states["memory"] = selective_scan(q, k, v, -steps[:, :, None], rate, **options)
         y = o.flatten(-2) + self.D.to(x.dtype) * x
-        return self.o_proj(y * F.silu(self.g_proj(hidden_states))), new_states
+        return y * projected["output_gate"], new_states

@@ -8,7 +8,7 @@ from hf_memory.cache import Spec, State, States, nested, rows_of
 from hf_memory.layers import RMSNorm, upcast
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.attention_blocks import Blocks, Columns
-from hf_memory.mixers.base import Context
+from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.pasts import of_rows
 from hf_memory.mixers.positions import Positions
@@ -50,17 +50,17 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
             "memory": memory,
         }
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are those of the memory, its weights at the start of the segment, the number of tokens of the
         segment so far [N], and keys and values of these tokens and of what the memory recalled,
         [N, segment, 2, H, D]."""
+        hidden_states = projected["x"]
         if context.cu_seqlens is not None:
             alone = context._replace(cu_seqlens=None)
 
             def one(x: Tensor, *angles: Tensor, initial_state):
-                return self.mix(
-                    x, alone._replace(positions=Positions(*angles) if angles else None)
-                )[0], initial_state
+                context = alone._replace(positions=Positions(*angles) if angles else None)
+                return self.mix({"x": x}, context)[0], initial_state
 
             return per_sequence(
                 one, context.cu_seqlens, hidden_states, *(context.positions or ()), initial_state={}

@@ -7,8 +7,9 @@ from transformers import initialization as init
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm, token_before, unit_length, upcast
 from hf_memory.mixers.attention_blocks import Scores, full_attention
-from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.base import Context, Projected, WholeMixer
 from hf_memory.mixers.pasts import Everything, New
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops import linear_attention
 from hf_memory.ops.masks import Mask
 
@@ -16,7 +17,7 @@ from hf_memory.ops.masks import Mask
 completed = Mask(lambda q, k: (k <= q) & (k > 0))
 
 
-class MemoryMosaicMixer(MemoryMixer):
+class MemoryMosaicMixer(WholeMixer):
     """A whole layer: a contextual memory of the text, then a persistent memory learned in training, each after a norm.
 
         n_t = e^(-|r|) n_{t-1} + W_k x_t,   k_t = e^a n_t / |n_t|
@@ -54,24 +55,26 @@ class MemoryMosaicMixer(MemoryMixer):
         }
         return spec | Everything().spec(heads, D, D)
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """The hidden states, normed too, and the projections of the contextual memory."""
+        x = self.input_layernorm(hidden_states)
+        return {"x": hidden_states, "k": self.by_head(self.k_proj(x)), "v": self.v_proj(x)}
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are `key_average` and `query_average` [B, H, 1, D]; `tokens_read` [B]; `last` [B, 1, 2 H D],
         key and value projection of the last token, which is not part of a complete pair yet; and of the complete pairs
         `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
-        recalled, states = self._recall(self.input_layernorm(hidden_states), context)
-        x = self.post_attention_layernorm(hidden_states + recalled)
+        recalled, states = self._recall(projected["k"], projected["v"], context)
+        x = self.post_attention_layernorm(projected["x"] + recalled)
         q, states["query_average"] = self.query_average(
             self.by_head(self.q_proj(x)), "query_average", context
         )
         return recalled + self.persistent_o_proj(self.persistent(q).flatten(2)), states
 
-    def _recall(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The output of the contextual memory, and its states."""
-        v = self.v_proj(x)
+    def _recall(self, x: Tensor, v: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The output of the contextual memory, and its states, for the projections of keys and values."""
         states = {}
-        k, states["key_average"] = self.key_average(
-            self.by_head(self.k_proj(x)), "key_average", context
-        )
+        k, states["key_average"] = self.key_average(x, "key_average", context)
         before, states["last"] = token_before(
             torch.cat([k.flatten(2), v], -1),
             context.states.get("last"),

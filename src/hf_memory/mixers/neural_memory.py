@@ -9,7 +9,13 @@ from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import unit_length, upcast
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, convolution_spec
+from hf_memory.mixers.base import (
+    Context,
+    MemoryMixer,
+    OutputGate,
+    Projected,
+    convolution_spec,
+)
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.layout import repeat_heads
 from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
@@ -147,9 +153,9 @@ class NeuralMemoryMixer(MemoryMixer):
         )
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
-        """Like any mixer; or, as a part of another mixer and with a `Context`, like `mix`, so that hooks run."""
+        """Like any mixer; or, as a part of another mixer and with a `Context`, like `run`, so that hooks run."""
         if args and isinstance(args[0], Context):
-            return self.mix(hidden_states, args[0])
+            return self.run(hidden_states, args[0])
         return super().forward(hidden_states, *args, **kwargs)
 
     def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
@@ -164,21 +170,28 @@ class NeuralMemoryMixer(MemoryMixer):
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
         rule = Rule(activation=self.config.memory_activation, residual=self.config.memory_residual)
         o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)
-        return self.o_proj(self.output_gate(o, hidden_states))
+        return self.o_proj(self.output_gate(o, self.output_gate.project(hidden_states)))
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `MemoryMixer.project`; with W x of each gate, [B, T, HV] in float32, and the gate of the output."""
+        rows = super().project(hidden_states, positions)
+        for gate in self.gates:
+            rows[gate] = upcast(self.get_submodule(f"{gate}_proj")(hidden_states))
+        return rows | self.output_gate.project(hidden_states)
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are weights, momentum and anchor [N, HV, ...], the phase [N], and those of the convolutions."""
-        hidden_states, context, real = self._after_persistent(hidden_states, context)
-        q, k, v, new_states = self.project(hidden_states, context)
+        projected, context, real = self._after_persistent(projected, context)
+        q, k, v, new_states = self.heads_of(projected, context)
         o, memory = self.learn(
             unit_length(q) if self.unit_keys else q,
             unit_length(k) if self.unit_keys else k,
             unit_length(v) if self.config.memory_unit_values else v,
-            self.learning(hidden_states, context),
+            self.learning(projected, context),
             context,
         )
-        output = self.o_proj(self.output_gate(o, hidden_states))
-        return (output if real is None else output[:, real]), new_states | memory
+        mixed = self.output_gate(o, projected)
+        return (mixed if real is None else mixed[:, real]), new_states | memory
 
     def learn(
         self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context
@@ -202,37 +215,34 @@ class NeuralMemoryMixer(MemoryMixer):
         )
         return o, state._asdict()  # type: ignore[union-attr]
 
-    def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
+    def learning(self, projected: Projected, context: Context) -> dict[str, Any]:
         """Arguments of the op for each token, such as lr, log eta and log a [B, T, HV] in float32."""
-        eta = self.logit("momentum", hidden_states)
-        lr = self.inner_rate(hidden_states) * (-eta).sigmoid()
-        return {"lr": lr, "momentum": F.logsigmoid(eta), "decay": self.log_decay(hidden_states)}
+        eta = projected["momentum"]
+        lr = self.inner_rate(projected) * (-eta).sigmoid()
+        return {"lr": lr, "momentum": F.logsigmoid(eta), "decay": self.log_decay(projected)}
 
-    def logit(self, gate: str, hidden_states: Tensor) -> Tensor:
-        """W x of a gate, [B, T, HV] in float32."""
-        return upcast(self.get_submodule(f"{gate}_proj")(hidden_states))
-
-    def log_decay(self, hidden_states: Tensor) -> Tensor:
+    def log_decay(self, projected: Projected) -> Tensor:
         """log a = log sigmoid(-W x), [B, T, HV]."""
-        return F.logsigmoid(-self.logit("decay", hidden_states))
+        return F.logsigmoid(-projected["decay"])
 
-    def inner_rate(self, hidden_states: Tensor) -> Tensor:
+    def inner_rate(self, projected: Projected) -> Tensor:
         """memory_max_lr / memory_chunk_size sigmoid(W x), [B, T, HV]."""
         scale = self.config.memory_max_lr / self.config.memory_chunk_size
-        return scale * self.logit("lr", hidden_states).sigmoid()
+        return scale * projected["lr"].sigmoid()
 
     def _after_persistent(
-        self, hidden_states: Tensor, context: Context
-    ) -> tuple[Tensor, Context, Tensor | None]:
+        self, projected: Projected, context: Context
+    ) -> tuple[Projected, Context, Tensor | None]:
         """The tokens with persistent tokens before each sequence that begins here, and their context.
 
         The third result is the new place [T] of each token that was given; None if nothing was inserted.
         """
         P = self.num_persistent
         if not P or context.states:
-            return hidden_states, context, None
-        B, T = hidden_states.shape[:2]
-        device = hidden_states.device
+            return projected, context, None
+        q = projected["q"]
+        B, T = q.shape[:2]
+        device = q.device
         bounds = context.cu_seqlens
         starts = torch.zeros(1, dtype=torch.long, device=device) if bounds is None else bounds[:-1]
         # persistent tokens of earlier sequences
@@ -241,8 +251,12 @@ class NeuralMemoryMixer(MemoryMixer):
         real = tokens + P * (tokens[:, None] >= starts).sum(1)
         persistent_places = (starts + before)[:, None] + torch.arange(P, device=device)
         order = torch.cat([real, persistent_places.flatten()]).argsort()
-        persistent = self.persistent.to(hidden_states.dtype).repeat(len(starts), 1)
-        hidden_states = torch.cat([hidden_states, persistent.expand(B, -1, -1)], 1)[:, order]
+        # rows may have adapters of their own, so that projections need all of them
+        persistent = self.project(self.persistent.to(q.dtype).expand(B, -1, -1), None)
+        projected = {
+            name: torch.cat([x, *[persistent[name]] * len(starts)], 1)[:, order]
+            for name, x in projected.items()
+        }
         mask = context.attention_mask
         cu_seqlens = context.cu_seqlens
         if mask is not None:
@@ -253,4 +267,4 @@ class NeuralMemoryMixer(MemoryMixer):
         if positions is not None:
             positions = positions.pad(len(before) * P).gather(order[None])
         context = context._replace(positions=positions, attention_mask=mask, cu_seqlens=cu_seqlens)
-        return hidden_states, context, real
+        return projected, context, real

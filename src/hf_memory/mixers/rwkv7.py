@@ -10,7 +10,8 @@ from transformers import initialization as init
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import token_before
-from hf_memory.mixers.base import Context, MemoryMixer, States
+from hf_memory.mixers.base import Context, Projected, States, WholeMixer
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops import delta_rule
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 
@@ -37,7 +38,7 @@ class Start(NamedTuple):
         )
 
 
-class Rwkv7Mixer(MemoryMixer):
+class Rwkv7Mixer(WholeMixer):
     """A whole layer of RWKV-7: time mix and channel mix, each after a layer norm.
 
     With x the normed token, and m_i = x + x_i (x_before - x) for i of r, w, k, v, a and g, the time mix is
@@ -113,15 +114,21 @@ class Rwkv7Mixer(MemoryMixer):
             init.copy_(getattr(self, f"x_{name}"), 1 - place ** (power * (1 - self.depth)))
         init.copy_(self.k_k, Start(0.76, 0.66).of(len(self.k_k), self.head_dim))
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `memory` [N, H, K, V], `time_shift` and `channel_shift` [B, 1, hidden_size]."""
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """The channels of hidden states, normed too, and the first layer's values: before all else comes a state."""
         width = self.config.hidden_size
         x = hidden_states[..., :width]
         first_values = hidden_states[..., width:]
-        mixed, first_values, states = self.mix_time(self.input_layernorm(x), first_values, context)
+        return {"x": x, "normed": self.input_layernorm(x), "first_values": first_values}
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
+        """The states are `memory` [N, H, K, V], `time_shift` and `channel_shift` [B, 1, hidden_size]."""
+        x = projected["x"]
+        given = projected["first_values"]
+        mixed, first_values, states = self.mix_time(projected["normed"], given, context)
         fed, states["channel_shift"] = self.mlp(self.post_attention_layernorm(x + mixed), context)
         output = torch.cat([mixed + fed, first_values], dim=-1)
-        return output[..., : hidden_states.shape[-1]], states
+        return output[..., : x.shape[-1] + given.shape[-1]], states
 
     def mix_time(
         self, x: Tensor, first_values: Tensor, context: Context

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hf_memory.cache import States
 from hf_memory.layers import upcast
-from hf_memory.mixers.base import Context
+from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import packed
@@ -40,40 +40,40 @@ class TTTMixer(NeuralMemoryMixer):
         super().make_gates(width, heads)
         self.position_rate = nn.Parameter(torch.empty(self.config.memory_chunk_size))
 
-    def project(
-        self, hidden_states: Tensor, context: Context
+    def heads_of(
+        self, projected: Projected, context: Context
     ) -> tuple[Tensor, Tensor, Tensor, States]:
-        """q, k, v and states as in `MemoryMixer.project`, rotated by positions in mini-batches."""
+        """See `MemoryMixer.heads_of`; rotated by positions in mini-batches."""
         if self.config.memory_rope:
-            place = self._places(hidden_states, context)
+            place = self._places(projected["q"], context)
             channels = self.config.rotary_dim
             exponents = -torch.arange(0, channels, 2, device=place.device) / channels
             angles = place[..., None] * self.config.rope_parameters["rope_theta"] ** exponents
             angles = angles.repeat(1, 1, 2)
             context = context._replace(positions=Positions(angles.cos(), angles.sin()))
-        return super().project(hidden_states, context)
+        return super().heads_of(projected, context)
 
-    def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
+    def learning(self, projected: Projected, context: Context) -> dict[str, Any]:
         """Arguments of the op for each token [B, T, HV]: learning rates, and logarithms of decays.
 
         The op decays all steps since the anchor by tau_i / tau_{i-1}, after which all have the factor tau_i.
         """
-        place = self._places(hidden_states, context)
+        place = self._places(projected["q"], context)
         b = self.config.memory_chunk_size
         learned = upcast(self.position_rate)
         position = torch.arange(1, b + 1, device=learned.device, dtype=learned.dtype)
         tau = (1 / position + learned).clamp(min=LEAST)
         decay = torch.cat([tau.new_zeros(1), tau.log().diff()])
-        lr = self.config.memory_max_lr / self.head_dim * self.logit("lr", hidden_states).sigmoid()
+        lr = self.config.memory_max_lr / self.head_dim * projected["lr"].sigmoid()
         return {
             "lr": lr * tau[place][..., None],
             "momentum": None,
             "decay": decay[place][..., None].expand_as(lr),
         }
 
-    def _places(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """Positions of tokens in their mini-batches, [1 or B, T]."""
-        T = hidden_states.shape[1]
+    def _places(self, x: Tensor, context: Context) -> Tensor:
+        """Positions of tokens x [B, T, ...] in their mini-batches, [1 or B, T]."""
+        T = x.shape[1]
         mask = context.attention_mask
         bounds = context.cu_seqlens
         if bounds is not None:
@@ -81,7 +81,7 @@ class TTTMixer(NeuralMemoryMixer):
         elif mask is not None:
             place = (mask.cumsum(1) - 1).clamp(min=0)
         else:
-            place = torch.arange(T, device=hidden_states.device)[None]
+            place = torch.arange(T, device=x.device)[None]
         if context.states:
             place = place + context.states["phase"][:, None]
         return place % self.config.memory_chunk_size

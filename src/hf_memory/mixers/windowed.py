@@ -24,13 +24,11 @@ from hf_memory.mixers.attention_blocks import (
     attended_rows,
     joined_softmax,
 )
-from hf_memory.mixers.base import Context, MemoryMixer, Projections
+from hf_memory.mixers.base import Context, MemoryMixer, Projected, Projections
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.pasts import Everything, Kept, New, Ring
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
-
-Projected = dict[str, Tensor]  # what a mixer knows of each token by itself, [B, T, ...] each
 
 
 class Sinks(nn.Module):
@@ -58,7 +56,7 @@ class Part(NamedTuple):
     """Some of the key-value heads, and what they see."""
 
     heads: list[int]
-    slices: list[slice]  # that have these heads in turn
+    slices: list[slice]  # that have these heads in turn; none if these are all heads
     past: Everything | Kept | Ring
     is_near: bool  # whether they have a window, and what a layer has beside windows, such as sinks
 
@@ -69,6 +67,8 @@ class Part(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """Its heads of x [B, T, H, ...]: a view if possible, and without an index tensor in any case."""
+        if not self.slices:
+            return x
         if len(self.slices) == 1:
             return x[:, :, self.slices[0]]
         return torch.cat([x[:, :, here] for here in self.slices], 2)
@@ -120,7 +120,7 @@ class WindowedMixer(MemoryMixer):
             parts.append(Part.of_heads(heads, past, True))
         if full := _full_heads(config, layer_idx):
             parts.append(Part.of_heads(full, cls.full_past(config), False))
-        return parts
+        return parts if len(parts) > 1 else [part._replace(slices=[]) for part in parts]
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -195,7 +195,7 @@ class WindowedMixer(MemoryMixer):
     def _parts_beside_window(self) -> list[nn.Module]:
         return [part for part in (self.far, self.sinks) if part is not None]
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """See `MemoryMixer.mix`. The states are:
 
         - `tokens_read` [B];
@@ -206,10 +206,10 @@ class WindowedMixer(MemoryMixer):
         - of heads that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and `full_positions`
           [B, tokens], or another ring if they have a window.
         """
-        o, states = self.attend(self.projected(hidden_states, context.positions), context)
-        return self.o_proj(o.flatten(2)), states
+        outputs, states = self.attend(self.parts, projected, context)
+        return self.in_order(outputs).flatten(2), states
 
-    def projected(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
         """What each token [B, T, hidden_size] has by itself: queries by group [B, T, H, groups, D], keys and values."""
         plain_q, k, v = self.project_heads(hidden_states, None)
         q, k = self.rotate(plain_q, k, positions)
@@ -225,8 +225,10 @@ class WindowedMixer(MemoryMixer):
     def _by_group(self, q: Tensor, k: Tensor) -> Tensor:
         return q.view(*q.shape[:2], k.shape[2], -1, q.shape[-1])
 
-    def attend(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
-        """The outputs [B, T, HQ, D], and the states of `mix`."""
+    def attend(
+        self, parts: list[Part], projected: Projected, context: Context
+    ) -> tuple[list[Tensor], States]:
+        """The outputs [B, T, n, groups, D] of some parts, and their states."""
         q, k, v = (projected[name] for name in "qkv")
         self._check_heads(k)
         tokens = tokens_read = None
@@ -234,7 +236,7 @@ class WindowedMixer(MemoryMixer):
             tokens, tokens_read = context.tokens_and_count(q)
         outputs = []
         states: States = {}
-        for part, new in zip(self.parts, self.new_rows(k, v, context)):
+        for part, new in zip(parts, self.new_rows(parts, k, v, context)):
             o, of_part = self.attend_part(part, projected, new, tokens, context)
             outputs.append(o)
             states |= of_part
@@ -243,16 +245,16 @@ class WindowedMixer(MemoryMixer):
             states = context.states | states if states else context.states
         else:
             states["tokens_read"] = tokens_read
-        return self.in_order(outputs), states
+        return outputs, states
 
-    def new_rows(self, k: Tensor, v: Tensor, context: Context) -> list[New]:
-        """New keys and values [B, T, H, D] of each part: stored in one call if all parts store them alike."""
-        kinds = [part.past.kind for part in self.parts]
-        if len({rows_of(context.bits, kind) for kind in kinds}) > 1:
-            rows = zip(self.parts, kinds)
+    def new_rows(self, parts: list[Part], k: Tensor, v: Tensor, context: Context) -> list[New]:
+        """New keys and values [B, T, H, D] of each part: stored in one call if all heads store them alike."""
+        kinds = [part.past.kind for part in parts]
+        if len(parts) < 2 or len({rows_of(context.bits, kind) for kind in kinds}) > 1:
+            rows = zip(parts, kinds)
             return [New.of(part.of(k), part.of(v), kind, context) for part, kind in rows]
         whole = New.of(k, v, kinds[0], context)
-        return [whole] if len(kinds) == 1 else [whole.map(part.of) for part in self.parts]
+        return [whole.map(part.of) for part in parts]
 
     def attend_part(
         self, part: Part, projected: Projected, new: New, tokens: Tokens | None, context: Context
@@ -261,9 +263,7 @@ class WindowedMixer(MemoryMixer):
 
         `tokens` is None if each row is one token that follows others.
         """
-        q = projected["q"]
-        if len(self.parts) > 1:
-            q = part.of(q)
+        q = part.of(projected["q"])
         if part.is_near and self.far is not None:
             return self._attend_beside_memory(part, q, projected, new, tokens, context)
         if part.is_near and self.sinks is not None:
@@ -315,7 +315,7 @@ class WindowedMixer(MemoryMixer):
             leaving, waiting = self._leaving(past, read, tokens, beside, context)
             waiting = read.states | waiting
         o, logsumexp = attended
-        plain_q = part.of(projected["plain_q"]) if len(self.parts) > 1 else projected["plain_q"]
+        plain_q = part.of(projected["plain_q"])
         remembered, mass, memory = far(plain_q.flatten(2, 3), leaving, context)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         o = o + share * (remembered - o)

@@ -163,9 +163,8 @@ class MemoryPreTrainedModel(HubModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
-    _supports_attention_backend = (
-        False  # an engine's own attention would leave memories without a past
-    )
+    # an engine's own attention would leave memories without a past
+    _supports_attention_backend = False
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": MemoryDecoderLayer, "attentions": AttentionMixer}
 
@@ -301,9 +300,8 @@ class MemoryModel(MemoryPreTrainedModel):
             return MemoryModelOutput(output, cache if use_cache else None, **losses_of_output)
         attention_mask = self._for_all_layers(attention_mask)
         cu_seqlens = None
-        if self.has_memory or not isinstance(
-            attention_mask, dict
-        ):  # which would separate packed sequences already
+        # which would separate packed sequences already
+        if self.has_memory or not isinstance(attention_mask, dict):
             cu_seqlens = packed_boundaries(
                 inputs_embeds, attention_mask, position_ids, cache, kwargs
             )
@@ -330,9 +328,8 @@ class MemoryModel(MemoryPreTrainedModel):
             self._masks_of_layers(inputs_embeds, attention_mask, cache, places),
             **self.angles(hidden_states, position_ids),
             position_ids=position_ids,
-            **{
-                CACHE: cache
-            },  # by the name that transformers knows, whose activation checkpointing takes it away
+            # by the name that transformers knows, whose activation checkpointing takes it away
+            **{CACHE: cache},
             cu_seqlens=cu_seqlens,
             read_values=self._read_values,
             own_losses=own_losses,
@@ -352,9 +349,8 @@ class MemoryModel(MemoryPreTrainedModel):
 
     def _check_cache(self, cache: Any, rows: int) -> None:
         """Raise ValueError unless a cache is empty, or was filled by this model with so many rows."""
-        steps = (
-            self.config.num_hidden_layers
-        )  # fewer than there are layers while a model drafts for itself
+        # fewer than there are layers while a model drafts for itself
+        steps = self.config.num_hidden_layers
         check_has_layers(cache, max(steps, len(self.layers)))
         for i, layer in zip(range(steps), cycle(self.layers)):
             layer.mixer.check_cache(cache, i)

@@ -21,9 +21,8 @@ MIXERS = {
     "mesa": MesaMixer,
     "kalman": KalmanMixer,
 }
-GATES = tuple(
-    gate for gate in MIXERS if gate != "mamba"
-)  # whose mixers have the projections of a Transformer
+# whose mixers have the projections of a Transformer
+GATES = tuple(gate for gate in MIXERS if gate != "mamba")
 OUTPUT_GATE = {  # options of the output gate, with what they must be where a gate has another one
     "output_gate": "silu",
     "output_gate_low_rank_dim": None,

@@ -214,8 +214,11 @@ def _explained(wanted: str) -> Iterator[None]:
     """Errors from a wrong value in a file, which transformers does not check everywhere, as a ValueError."""
     try:
         yield
-    except (ValueError, OSError, StrictDataclassError):
+    except (ValueError, OSError):
         raise
+    except StrictDataclassError as error:  # of a wrong type, in several lines
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(f"{wanted}, got {reason}") from error
     except BaseException as error:
         if not is_fault(error):
             raise

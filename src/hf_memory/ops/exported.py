@@ -28,13 +28,19 @@ def first_tokens(x: Tensor, tokens: int) -> Tensor:
     return x.index_select(1, torch.arange(tokens, device=x.device))
 
 
-def in_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """x [B, T, ...] as [B, blocks, size, ...]; the last block is filled with `value`."""
+def pieces(tokens: int, length: int) -> int:
+    """The number of pieces of some tokens; two in place of one if it varies, since one would need another graph."""
+    number = (tokens + length - 1) // length
+    return torch.sym_max(2, number) if varies(tokens) else number
+
+
+def in_blocks(x: Tensor, size: int, value: float = 0.0, more: int = 0) -> Tensor:
+    """x [B, T, ...] as [B, blocks, size, ...] with room for so many `more` tokens; the rest is filled with `value`."""
     T = x.shape[1]
-    number = (T + size - 1) // size
+    number = pieces(T + more, size)
     # a variable number of tokens would add a check that it is the number of blocks times their size
-    more = size if varies(T) else number * size - T
-    filled = F.pad(x, (0, 0) * (x.ndim - 2) + (0, more), value=value)
+    room = 2 * size + more if varies(T) else number * size - T
+    filled = F.pad(x, (0, 0) * (x.ndim - 2) + (0, room), value=value)
     return first_tokens(filled, number * size).unflatten(1, (number, size))
 
 
@@ -69,7 +75,7 @@ def in_pieces(piece: Callable, length: int, states: Any, rows: Any) -> tuple[lis
     state_leaves, state_tree = tree_flatten(states)
     given = [x for x in row_leaves if x is not None]
     T = given[0].shape[1]
-    number = torch.sym_max(2, (T + length - 1) // length)  # a single piece would need another graph
+    number = pieces(T, length)
 
     def split(x: Tensor) -> Tensor:
         """[1 or B, T, ...] -> [number, 1 or B, length, ...]"""

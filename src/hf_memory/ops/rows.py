@@ -1,6 +1,6 @@
 """Keys and values of tokens as they are stored: numbers, or packed in few bits; see `hf_memory.ops.bits`."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,7 +8,9 @@ from torch import Tensor
 from hf_memory.ops.bits import pack, rounded, unpack
 
 
-class Rows(NamedTuple):
+# Neither frozen nor a tuple, since transformers' exporters set the attributes of what a cache holds.
+@dataclass(unsafe_hash=True)
+class Rows:
     """How keys and values are stored, each in bits of its own; None: as the numbers that they are.
 
     Queries see the numbers that are stored, also in the call that computes them: how a text is divided into calls does

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -40,9 +41,9 @@ from hf_memory.integrations.vllm.placement import (
     style,
     window_parts,
 )
-from hf_memory.integrations.vllm.states import Pages, Projected, Reading, Shelf, readings, shelves
+from hf_memory.integrations.vllm.states import Pages, Reading, Shelf, readings, shelves
 from hf_memory.mixers.attention import AttentionMixer
-from hf_memory.mixers.base import Projections
+from hf_memory.mixers.base import Projected, Projections
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 
@@ -78,40 +79,51 @@ class HeadsAttention(Attention):
         return super().forward(q.flatten(1), k.flatten(1), v.flatten(1)).view(q.shape)
 
 
-class Attended:
-    """Replaces a mixer's forward by one with vLLM's attention.
+class InVLLM:
+    """The first base of the class of a mixer in vLLM: the three steps, with the second as vLLM runs it."""
 
-    A window is of all heads, since vLLM stores alike caches together; heads that keep everything come after it, with
-    caches of their own, and their outputs replace those of the window.
-    """
-
-    def __init__(self, mixer: Projections, attentions: Iterable[HeadsAttention]):
-        self.mixer = mixer
-        mixer.vllm = nn.ModuleList(attentions)
-        mixer.forward = self.forward  # type: ignore[method-assign, assignment]
+    middle: "Attended | Memory"
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs
     ) -> tuple[Tensor, None]:
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
-        mixer: Any = self.mixer
-        q, k, v = mixer.project_heads(hidden_states, Positions(*position_embeddings))
-        sinks = getattr(mixer, "virtual_token", None) or getattr(mixer, "sinks", None)
-        o = attended(mixer, q[0], k[0], v[0], sinks)
-        return mixer.o_proj(o.flatten(1)[None]), None
+        return self.middle(hidden_states, position_embeddings), None
 
 
-def attended(mixer: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any) -> Tensor:
-    """Outputs [T, H, G, D] of the heads that have vLLM's attention, of q [T, HQ, D], k and v [T, H, D], rotated."""
-    q = q.unflatten(1, (k.shape[1], -1))
-    virtual = getattr(mixer, "virtual_token", None)
-    k = k if virtual is None else k - virtual.keys
-    sunk = None if sinks is None else sinks.values
-    v = v if sunk is None else v - sunk
+@cache
+def in_vllm(mixer: type) -> type:
+    """The class of a mixer in vLLM."""
+    return type(f"{mixer.__name__}InVLLM", (InVLLM, mixer), {"__module__": __name__})
+
+
+class Attended:
+    """The second step of a mixer is vLLM's attention.
+
+    A window is of all heads, since vLLM stores alike caches together; heads that keep everything come after it, with
+    caches of their own, and their outputs replace those of the window.
+    """
+
+    def __init__(self, mixer: Any, attentions: Iterable[HeadsAttention]):
+        self.mixer = mixer
+        mixer.attentions = nn.ModuleList(attentions)
+
+    def __call__(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """The outputs of the mixer, of hidden states [1, T, hidden_size] and their angles [1, T, channels]."""
+        projected = self.mixer.project(hidden_states, Positions(*angles))
+        q, k, v = (projected[name][0] for name in "qkv")
+        o = attended(self.mixer, q, k, v, getattr(self.mixer, "sinks", None))
+        return self.mixer.finish(o.flatten(1)[None])
+
+
+def attended(mixer: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any = None) -> Tensor:
+    """Outputs [T, H, groups, D] of the heads that have vLLM's attention, of queries as many, k and v [T, H, D]."""
+    q = q.view(len(q), k.shape[1], -1, k.shape[2])
+    v = v if sinks is None else v - sinks.values
     o = torch.empty_like(q)
-    for attention in mixer.vllm:
+    for attention in mixer.attentions:
         o[:, attention.heads] = attention(q, k, v)
-    return o if sunk is None else o + sunk[:, None]
+    return o if sinks is None else o + sinks.values[:, None]
 
 
 class HeadSinks(nn.Module):
@@ -153,7 +165,7 @@ class Steps:
 
 
 class Memory(Pages, MambaBase):
-    """Replaces a mixer's forward by one that keeps states in pages that vLLM allocates, of one size in all layers.
+    """The second step of a mixer, with states in pages that vLLM allocates, of one size in all layers.
 
     Heads that keep everything have vLLM's attention.
     """
@@ -165,8 +177,7 @@ class Memory(Pages, MambaBase):
     ):
         super().__init__(mixer, layer, shelf)
         self.steps = steps
-        mixer.vllm = nn.ModuleList(full)
-        mixer.forward = self.forward  # type: ignore[assignment, method-assign]
+        mixer.attentions = nn.ModuleList(full)
 
     def get_state_shape(self) -> list[tuple[int, ...]]:
         """Shape of the page of a sequence."""
@@ -182,42 +193,29 @@ class Memory(Pages, MambaBase):
         self.kv_cache = (pages[:, : self.shelf.size],)  # what vLLM copies from block to block
         self.shelf.bind(self.layer, pages)
 
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs
-    ) -> tuple[Tensor, None]:
-        """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
-        mixer: Any = self.mixer
-        projected = self.project(hidden_states, position_embeddings)
-        if mixer.vllm:
-            q, k, v = projected[3:6]
-            if projected.cos is not None:
-                q, k = (x[0] for x in Positions(*position_embeddings).rotate(q[None], k[None]))
-            o = attended(mixer, q, k, v, mixer.virtual_token)
-            projected = projected._replace(attended=o[:, mixer.full_heads].flatten(1, 2))
-        output = hidden_states.new_empty(hidden_states.shape[1], self.width)
-        torch.ops.vllm.hf_memory_mix(*projected, output, NAME.format(self.layer))
-        return self.finish(output), None
+    def __call__(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """The outputs of the mixer, of hidden states [1, T, hidden_size] and their angles [1, T, channels]."""
+        projected = self.project(hidden_states, angles)
+        of_heads = None
+        if self.mixer.attentions:
+            o = attended(self.mixer, *(projected[name] for name in "qkv"))
+            of_heads = o[:, self.mixer.full_heads].flatten(1, 2)
+        mixed = hidden_states.new_empty(hidden_states.shape[1], self.width)
+        names = ",".join(projected)
+        of_tokens = list(projected.values())
+        torch.ops.vllm.hf_memory_mix(of_tokens, mixed, names, NAME.format(self.layer))
+        return self.finish(mixed, of_heads)
 
-    def mix_step(self, projected: Projected, output: Tensor) -> None:
-        """Read the tokens of a step of vLLM, which says whose they are, into the output [T, width]."""
+    def mix_step(self, projected: Projected, mixed: Tensor) -> None:
+        """Read the tokens of a step of vLLM, which says whose they are, into `mixed` [T, width]."""
         metadata: Any = get_forward_context().attn_metadata
-        self.mix(projected, None if metadata is None else self.steps.of(metadata), output)
+        self.mix(projected, None if metadata is None else self.steps.of(metadata), mixed)
 
 
-def _mix(
-    hidden_states: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    attended: Tensor | None,
-    output: Tensor,
-    layer_name: str,
-) -> None:
+def _mix(projected: list[Tensor], mixed: Tensor, names: str, layer_name: str) -> None:
     """What reads states, as an operation at which vLLM divides its graph."""
     memory = get_forward_context().no_compile_layers[layer_name]
-    memory.mix_step(Projected(hidden_states, cos, sin, q, k, v, attended), output)
+    memory.mix_step(dict(zip(names.split(","), projected)), mixed)
 
 
 def _mix_without_data(*arguments) -> None:
@@ -225,7 +223,7 @@ def _mix_without_data(*arguments) -> None:
 
 
 direct_register_custom_op(
-    OPERATION.partition("::")[2], _mix, mutates_args=["output"], fake_impl=_mix_without_data
+    OPERATION.partition("::")[2], _mix, mutates_args=["mixed"], fake_impl=_mix_without_data
 )
 
 
@@ -279,7 +277,7 @@ class ModelForVLLM(nn.Module):
         layers = vllm_config.compilation_config.static_forward_context
         parts = window_parts(self.config)
         numbers = count()
-        cache = vllm_config.cache_config
+        options = vllm_config.cache_config
         self.memories = memory_layers(self.config)
         splitting = vllm_config.compilation_config.splitting_ops
         if self.memories and splitting is not None and OPERATION not in splitting:
@@ -289,17 +287,18 @@ class ModelForVLLM(nn.Module):
         for i, layer in enumerate(self.model.layers):
             name = NAME.format(i)
             mixer = layer.mixer
+            mixer.__class__ = in_vllm(mixer.__class__)
             if i in self.memories:
                 grows = any(state.growth != "fixed" for state in mixer.spec.values())
-                heads = full_attentions(mixer, mixer.heads[1], numbers, cache) if grows else ()
-                layers[name] = Memory(mixer, i, shelf, steps, heads)
+                heads = full_attentions(mixer, mixer.heads[1], numbers, options) if grows else ()
+                layers[name] = mixer.middle = Memory(mixer, i, shelf, steps, heads)
                 continue
             if self.config.attention_sinks and isinstance(mixer, WindowedMixer):
                 near = [
                     h for h in range(self.size * mixer.heads[1]) if not full or h not in full[i]
                 ]
                 mixer.sinks = HeadSinks(mixer, near, self.rank, self.size) if near else None
-            Attended(mixer, attentions(mixer, name, parts, numbers, cache))
+            mixer.middle = Attended(mixer, attentions(mixer, name, parts, numbers, options))
 
     @staticmethod
     def _shelves(vllm_config: VllmConfig) -> list[Shelf]:
@@ -355,7 +354,7 @@ class ModelForVLLM(nn.Module):
 
 
 def attentions(
-    mixer, name: str, parts: int, numbers: Iterator[int], cache: CacheConfig
+    mixer, name: str, parts: int, numbers: Iterator[int], options: CacheConfig
 ) -> Iterator[HeadsAttention]:
     """vLLM's attention for a mixer: over its window in so many parts, and for each head that keeps everything.
 
@@ -364,12 +363,16 @@ def attentions(
         name: name of the mixer.
         parts: into how many caches the heads of a window are divided.
         numbers: of heads that keep everything, over all layers, so that all processes have the same names.
-        cache: vLLM's options of caches.
+        options: vLLM's options of caches.
     """
     heads = mixer.heads[1]
     if isinstance(mixer, AttentionMixer):
         yield HeadsAttention(
-            mixer, slice(0, heads), mixer.sliding_window, cache_config=cache, prefix=f"{name}.vllm"
+            mixer,
+            slice(0, heads),
+            mixer.sliding_window,
+            cache_config=options,
+            prefix=f"{name}.heads",
         )
         return
     n = heads // parts
@@ -378,18 +381,16 @@ def attentions(
     for first in range(0, heads, n) if mixer.near_heads else ():
         own = slice(first, first + n)
         of_queries = slice(first * groups, (first + n) * groups)
-        sinks = (
-            {"sinks": mixer.sinks.logits.data[of_queries]} if mixer.sinks else _virtual(mixer, n)
-        )
+        sinks = {"sinks": mixer.sinks.logits.data[of_queries]} if mixer.sinks else {}
         place = f"{name}.heads_{first}"
         yield HeadsAttention(
-            mixer, own, config.sliding_window, cache_config=cache, prefix=place, **sinks
+            mixer, own, config.sliding_window, cache_config=options, prefix=place, **sinks
         )
-    yield from full_attentions(mixer, n, numbers, cache)
+    yield from full_attentions(mixer, n, numbers, options)
 
 
 def full_attentions(
-    mixer, blocks: int, numbers: Iterator[int], cache: CacheConfig
+    mixer, blocks: int, numbers: Iterator[int], options: CacheConfig
 ) -> Iterator[HeadsAttention]:
     """vLLM's attention for each head of a mixer that keeps everything, with pages of so many blocks of tokens."""
     for h in mixer.full_heads:
@@ -400,15 +401,9 @@ def full_attentions(
             slice(h, h + 1),
             window,
             blocks,
-            cache_config=cache,
+            cache_config=options,
             prefix=place,
-            **_virtual(mixer, 1),
         )
-
-
-def _virtual(mixer: WindowedMixer, heads: int) -> dict[str, Tensor]:
-    """Sinks of zero for a virtual token, whose key and value are taken off those of tokens; see `VirtualToken`."""
-    return {"sinks": torch.zeros(heads * mixer.num_key_value_groups)} if mixer.virtual_token else {}
 
 
 @support_torch_compile

@@ -59,10 +59,13 @@ def check(config: Any) -> None:
 
 def bits_of_engine(config: Any) -> list[str]:
     """The kinds of keys and values with bits of ours that vLLM's attention stores in its own dtype."""
-    layers = [i for i in range(config.num_hidden_layers) if is_attention(config, i)]
-    specs = config.state_specs
-    found = {state.kind for i in layers for state in specs[i].values() if state.kind and state.bits}
-    return sorted({kind.partition(".")[0] for kind in found})
+    found = {
+        state.kind.partition(".")[0]
+        for i, spec in enumerate(config.state_specs)
+        for state in spec.values()
+        if state.kind and state.bits and (state.growth != "fixed" or is_attention(config, i))
+    }
+    return sorted(found)
 
 
 def window_parts(config: Any) -> int:

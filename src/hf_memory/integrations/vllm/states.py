@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hf_memory.cache import Spec, States, as_stored, flat, in_numbers, nested
-from hf_memory.integrations.vllm.placement import has_heads_of_attention
-from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.base import Context, Projected
+from hf_memory.mixers.pasts import Kept
 from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.transformer.forgetting import ForgettingHeads
+from hf_memory.mixers.windowed import WindowedMixer
 
 ALIGNMENT = 8  # bytes of the widest number
 
@@ -144,46 +146,41 @@ def readings(bounds: Tensor, lengths: Tensor, slots: Mapping[int, Tensor]) -> li
     return found
 
 
-class Projected(NamedTuple):
-    """What a mixer reads of the tokens of a step, all in one row; it depends on nothing but the token and its position.
-
-    Attributes:
-        hidden_states: [T, hidden_size].
-        cos: cosines [T, channels] of the positions by which queries and keys are still to be rotated, or None.
-        sin: their sines.
-        q: queries [T, HQ, D] of heads that are projected, or None, as k and v are then, if the mixer projects them.
-        k: keys [T, H, D].
-        v: values [T, H, V].
-        attended: [T, heads, V], outputs of the queries of heads that keep everything, see `Context`.
-    """
-
-    hidden_states: Tensor
-    cos: Any = None
-    sin: Any = None
-    q: Any = None
-    k: Any = None
-    v: Any = None
-    attended: Any = None
-
-
 class Pages:
-    """The states of one layer for all sequences, and its mixer's forward with them.
+    """The states of one layer for all sequences, and the second step of its mixer with them.
 
-    The forward has three parts, of which the second alone reads states: an engine can compile the others.
+    The mixer's first and third step read no states: an engine can compile them. Heads that keep everything are the
+    engine's own attention, whose outputs the third step puts in their places.
     """
 
-    def __init__(self, mixer: MemoryMixer, layer: int, shelf: Shelf):
+    def __init__(self, mixer: Any, layer: int, shelf: Shelf):
         self.mixer = mixer
         self.shelf = shelf
         self.layer = layer
-        self.projects = has_heads_of_attention(type(mixer))  # in the first part
+        self.bits = mixer.default_bits
+        self.spec = mixer.spec
+        grows = any(state.growth != "fixed" for state in self.spec.values())
+        # the parts of its heads that it reads itself, if the engine has attention of its own for others
+        self.parts: Any = [x for x in self.mixer.parts if x.is_near] if grows else None
 
     @property
     def width(self) -> int:
-        """The number of channels of what the second part gives for each token."""
-        mixer: Any = self.mixer
-        of_heads = mixer.num_output_heads * mixer.value_dim
-        return of_heads if self.projects else mixer.width
+        """The number of channels of what the second step gives for each token."""
+        return self.mixer.width if self.parts is None else sum(self._widths)
+
+    @property
+    def _widths(self) -> list[int]:
+        """Those of each part of the heads."""
+        channels = self.mixer.num_key_value_groups * self.mixer.value_dim
+        return [channels * len(part.heads) for part in self.parts]
+
+    @property
+    def _can_be_apart(self) -> bool:
+        """Whether the mixer reads one token of each sequence with states that are anywhere in memory."""
+        if not isinstance(self.mixer, WindowedMixer) or isinstance(self.mixer, ForgettingHeads):
+            return False
+        parts = self.mixer.parts if self.parts is None else self.parts
+        return all(isinstance(part.past, Kept) for part in parts)
 
     @property
     def _stored(self) -> States:
@@ -213,111 +210,109 @@ class Pages:
         """The mixer's outputs for the tokens of all sequences in one row, each with the state of its own sequence.
 
         Args:
-            hidden_states: [1, T, hidden_size]; the output is zero for tokens that are in no reading.
+            hidden_states: [1, T, hidden_size]; the output is that of zeros for tokens that are in no reading.
             angles: cosines and sines of the tokens' positions, [1, T, channels] each.
             steps: the result of `readings`.
-            attended: see `Projected`.
+            attended: see `finish`.
         """
-        projected = self.project(hidden_states, angles)._replace(attended=attended)
-        output = hidden_states.new_empty(hidden_states.shape[1], self.width)
-        self.mix(projected, steps, output)
-        return self.finish(output)
+        projected = self.project(hidden_states, angles)
+        mixed = hidden_states.new_empty(hidden_states.shape[1], self.width)
+        self.mix(projected, steps, mixed)
+        return self.finish(mixed, attended)
 
     def project(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor]) -> Projected:
-        """The first part, for hidden states [1, T, hidden_size] and the angles of `read`."""
-        cos, sin = (x[0] for x in angles)
-        mixer: Any = self.mixer
-        if not self.projects:
-            where = (cos, sin) if mixer.sees_positions else ()
-            return Projected(hidden_states[0], *where)
-        if mixer.far is not None:  # which wants keys that are not rotated, too
-            q, k, v = (x[0] for x in mixer.project_heads(hidden_states, None))
-            return Projected(hidden_states[0], cos, sin, q, k, v)
-        q, k, v = (x[0] for x in mixer.project_heads(hidden_states, Positions(*angles)))
-        return Projected(hidden_states[0], None, None, q, k, v)
+        """The first step, for hidden states [1, T, hidden_size] and the angles of `read`: tensors [T, ...] by name."""
+        positions = Positions(*angles) if self.mixer.sees_positions else None
+        projected = self.mixer.project(hidden_states, positions)
+        if positions is not None:
+            projected = projected | positions._asdict()
+        return {name: x[0] for name, x in projected.items()}
 
-    def mix(self, projected: Projected, steps: list[Reading] | None, output: Tensor) -> None:
-        """The second part, into the output [T, width]. Without steps the tokens are one text that is not kept."""
-        T = len(output)
+    def mix(self, projected: Projected, steps: list[Reading] | None, mixed: Tensor) -> None:
+        """The second step, into `mixed` [T, width]. Without steps the tokens are one text that is not kept."""
+        T = len(mixed)
         if steps is None:
-            tokens = torch.arange(T, device=output.device)[None]
-            mixed, _ = self._mixed(projected, Reading(tokens, {}, [0], {}), {})
-            output.copy_(mixed[0])
+            tokens = torch.arange(T, device=mixed.device)[None]
+            found, _ = self._mixed(projected, Reading(tokens, {}, [0], {}), {}, 0)
+            mixed.copy_(found[0])
             return
         if sum(step.tokens.numel() for step in steps) < T:
-            output.zero_()
+            mixed.zero_()
         for step in steps:
-            mixed = self._mixed_step(projected, step)
+            found = self._mixed_step(projected, step)
             if step.tokens.numel() == T:  # in order
-                output.copy_(mixed.flatten(0, 1))
+                mixed.copy_(found.flatten(0, 1))
             else:
-                output[step.tokens] = mixed
+                mixed[step.tokens] = found
 
     def _mixed_step(self, projected: Projected, step: Reading) -> Tensor:
-        """Outputs [N, T, width] of the tokens of a reading, with the states in their pages.
+        """Results [N, T, width] for the tokens of a reading, with the states in their pages.
 
         On a CPU one sequence has views of its pages, and each of several where the mixer reads them apart.
         """
         N, T = step.tokens.shape
-        mixer: Any = self.mixer
-        is_begun = step.uniform_length != 0
+        length = step.uniform_length
+        is_begun = length != 0
         if N == 1 and step.numbers:
             (own,) = self.shelf.apart(self.layer, step.numbers)
-            mixed, states = self._mixed(projected, step, own if is_begun else {})
+            mixed, states = self._mixed(projected, step, own if is_begun else {}, length)
             _write(own, states)
             return mixed
-        if T == 1 and is_begun and step.numbers and self.projects and mixer.reads_rows_apart:
-            mixed, _ = self._mixed(projected, step, {}, self.shelf.apart(self.layer, step.numbers))
-            return mixed
-        mixed, states = self._mixed(projected, step, self._load(step.rows) if is_begun else {})
+        if T == 1 and is_begun and step.numbers and self._can_be_apart:
+            rows = self.shelf.apart(self.layer, step.numbers)
+            apart = {name: [row[name] for row in rows] for name in rows[0]}
+            return self._mixed(projected, step, apart, step.before)[0]
+        states = self._load(step.rows) if is_begun else {}
+        mixed, states = self._mixed(projected, step, states, length)
         self._save(step.rows, states)
         return mixed
 
-    def finish(self, mixed: Tensor) -> Tensor:
-        """The third part: outputs of the mixer [1, T, ...] from those of the second [T, width]."""
-        mixer: Any = self.mixer
-        return mixer.o_proj(mixed[None]) if self.projects else mixed[None]
+    def finish(self, mixed: Tensor, attended: Tensor | None = None) -> Tensor:
+        """The third step: outputs of the mixer [1, T, ...] from the results of the second [T, width].
+
+        `attended` [T, HQ, V] are outputs of the engine's attention, of the queries of heads that keep everything.
+        """
+        if attended is None:
+            return self.mixer.finish(mixed[None])
+        heads = -1, self.mixer.num_key_value_groups, self.mixer.value_dim
+        parts = [*mixed.split(self._widths, 1), attended]
+        outputs = [x.reshape(1, len(x), *heads) for x in parts]
+        return self.mixer.finish(self.mixer.in_order(outputs).flatten(2))
 
     def _mixed(
-        self,
-        projected: Projected,
-        step: Reading,
-        states: States,
-        apart: list[States] | None = None,
+        self, projected: Projected, step: Reading, states: States, before: Any
     ) -> tuple[Tensor, States]:
-        """Outputs [N, T, width] of the tokens of a reading, and the states after them as pages have them.
+        """Results [N, T, width] for the tokens of a reading, and the states after them as pages have them.
 
         Args:
             projected: of all tokens of the step.
             step: the reading.
-            states: those before these tokens as pages have them, or none.
-            apart: those of each sequence alone, which change in place, instead of `states`.
+            states: those before these tokens as pages have them, or none; a list of rows each if they are apart, which
+                change in place.
+            before: the number of tokens that each sequence has read, if they agree; or a list, if states are lists.
         """
-        mixer: Any = self.mixer
-        of_step = Projected._make([None if x is None else step.of(x) for x in projected])
-        positions = None if of_step.cos is None else Positions(of_step.cos, of_step.sin)
-        numbers = in_numbers(states, mixer.spec, projected.hidden_states.dtype)
+        of_step = {name: step.of(x) for name, x in projected.items()}
+        angles = [of_step.pop(name) for name in Positions._fields if name in of_step]
+        positions = Positions(*angles) if angles else None
+        like = next(iter(of_step.values()))
+        numbers = states if isinstance(before, list) else in_numbers(states, self.spec, like.dtype)
         context = Context(
             positions,
             None,
             None,
             nested(numbers),
-            uniform_length=step.uniform_length,
-            attended=of_step.attended,
+            uniform_length=before,
+            bits=self.bits,
+            backend=self.mixer.backend,
         )
-        if apart is not None:
-            rows = [
-                context._replace(states=own, uniform_length=length)
-                for own, length in zip(apart, step.before)
-            ]
-            context = context._replace(rows=rows)
-        if self.projects:
-            mixed, after = mixer.attend_after(
-                of_step.hidden_states, of_step.q, of_step.k, of_step.v, context
-            )
+        if self.parts is None:
+            mixed, after = self.mixer.mix(of_step, context)
         else:
-            mixed, after = mixer.mix_after(of_step.hidden_states, context)
-        return mixed, as_stored(flat(after), mixer.spec)
+            outputs, after = self.mixer.attend(self.parts, of_step, context)
+            nothing = like.new_empty(*like.shape[:2], 0)
+            found = [x.flatten(2) for x in outputs] or [nothing]
+            mixed = found[0] if len(found) == 1 else torch.cat(found, -1)
+        return mixed, after if isinstance(before, list) else as_stored(flat(after), self.spec)
 
 
 def _write(own: States, states: States) -> None:

@@ -36,7 +36,7 @@ class New(NamedTuple):
     @classmethod
     def of_keys(cls, k: Tensor, v: Tensor, kind: str | None, context: Context) -> "New":
         """The same where values keep all their bits."""
-        rows = rows_of(context.bits, kind)._replace(value_bits=None)
+        rows = Rows(rows_of(context.bits, kind).key_bits)
         return cls(k, v, *rows.stored(k, v), rows)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "New":

@@ -16,8 +16,9 @@ from hf_memory.mixers.attention_blocks import (
     full_attention,
     near_blocks,
 )
-from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.base import Context, MemoryMixer, Projected
 from hf_memory.mixers.pasts import Everything, New, Past, Window
+from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.forgetting import BoundedKeys, ForgetGates, counts, kept_heads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import RELATIONS
@@ -118,8 +119,13 @@ class TransformerMixer(MemoryMixer):
         """
         return None
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The output and the states of `attend`; packed sequences have no states."""
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """The hidden states, of which subclasses make what they need."""
+        return {"x": hidden_states}
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
+        """The heads [B, T, HQ * D] and the states of `attend`; packed sequences have no states."""
+        hidden_states = projected["x"]
         if context.cu_seqlens is None or self.takes_packed:
             o, states = self.attend(hidden_states, context)
         else:
@@ -131,7 +137,7 @@ class TransformerMixer(MemoryMixer):
         if self.forget is not None and states:
             c = self.forget.sums(self.forget(hidden_states), context)[:, -1]
             states = self.forget.settled(states, c, self.bounded)
-        return self.o_proj(o[..., : self.value_dim].flatten(2)), states
+        return o[..., : self.value_dim].flatten(2), states
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states: those of `Everything`, and `tokens_read` [B]."""

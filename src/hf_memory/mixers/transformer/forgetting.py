@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import Scores
-from hf_memory.mixers.base import Context
+from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.mixers.pasts import Kept
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.windowed import Projected, WindowedMixer
+from hf_memory.mixers.windowed import Part, WindowedMixer
 from hf_memory.ops.gate_channels import PARTS, UNIT, GateChannels
 from hf_memory.ops.layout import blank
 
@@ -124,7 +124,7 @@ class ForgettingHeads(PlainHeads):
         spec = self.plain_spec
         names = [f"{part.past.prefix}keys" for part in self.parts]
         self.bounded = [
-            BoundedKeys(name, part.slices, isinstance(part.past, Kept))
+            BoundedKeys(name, part.slices or [slice(None)], isinstance(part.past, Kept))
             for name, part in zip(names, self.parts)
             if spec[name].growth == "fixed"
         ]
@@ -144,18 +144,20 @@ class ForgettingHeads(PlainHeads):
         """As of `WindowedMixer`, and the sums of the logarithms of the gates."""
         return super().state_spec(config, layer_idx) | counts(config)
 
-    def projected(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
-        """See `WindowedMixer.projected`; and the logarithms of forget gates [B, T, HQ]."""
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `WindowedMixer.project`; and the logarithms of forget gates [B, T, HQ]."""
         gates = self.forget(hidden_states)
-        return super().projected(hidden_states, positions) | {"forget": gates}
+        return super().project(hidden_states, positions) | {"forget": gates}
 
-    def attend(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
+    def attend(
+        self, parts: list[Part], projected: Projected, context: Context
+    ) -> tuple[list[Tensor], States]:
         """See `WindowedMixer.attend`; there is one more state, `forgotten` [B, HQ]."""
         c = self.forget.sums(projected["forget"], context)
         q, k, v = (projected[name] for name in "qkv")
         q, k, v = self.forget.extend(q.flatten(2, 3), k, v, c)
         extended = {"q": self._by_group(q, k), "k": k, "v": v}
-        o, states = super().attend(projected | extended, context)
+        outputs, states = super().attend(parts, projected | extended, context)
         if context.cu_seqlens is None:
             states = self.forget.settled(states, c[:, -1], self.bounded)
-        return o[..., : self.value_dim], states
+        return [o[..., : self.value_dim] for o in outputs], states

@@ -32,15 +32,13 @@ COMPRESSIONS = ("mean", "max", "convolution", "most_used")
 class NewBlocks(NamedTuple):
     """Blocks of tokens whose slots are new, U for each row."""
 
-    first: (
-        Tensor  # [B], the number of the first new block, counted from the beginning of the sequence
-    )
+    # [B], the number of the first new block, counted from the beginning of the sequence
+    first: Tensor
     done: Tensor  # [B], how many blocks are new
     numbers: Tensor  # [B, U], the numbers of the new blocks; -1 if there are fewer
     ends: Tensor  # [B, U], the place of a block's last token among the new tokens
-    places: (
-        Tensor  # [B, U * rate], the places of its tokens among the kept tokens, then the new ones
-    )
+    # [B, U * rate], the places of its tokens among the kept tokens, then the new ones
+    places: Tensor
 
 
 def new_blocks(
@@ -94,9 +92,8 @@ class CompressiveMixer(SegmentMixer):
         _, heads, _, D, _ = config.attention_heads
         rate = config.compression_rate
         window = segment_window(config)
-        slots = (
-            config.compressed_length + window.reach // rate
-        )  # also those whose tokens are still visible themselves
+        # also those whose tokens are still visible themselves
+        slots = config.compressed_length + window.reach // rate
         sizes = {"compressed": slots, "block": rate - 1}
         spec = {
             f"{kind}_{x}": State((n, heads, D), None)
@@ -262,9 +259,8 @@ class MostUsedMixer(SegmentMixer):
             (W, T),
             rate,
         )
-        best = (
-            take(usage, blocks.places).unflatten(1, (-1, rate)).argmax(2, keepdim=True)
-        )  # [B, U, 1, H]
+        # [B, U, 1, H]
+        best = take(usage, blocks.places).unflatten(1, (-1, rate)).argmax(2, keepdim=True)
         places = blocks.places.unflatten(1, (-1, rate))[..., None].expand(
             -1, -1, -1, best.shape[-1]
         )
@@ -280,14 +276,12 @@ class MostUsedMixer(SegmentMixer):
         i = 0
         _, S, H, _ = near.keys.shape
         C = groups[0].queries.shape[1]
-        sums = q.new_zeros(
-            q.shape[0], S + C, H, dtype=upcast(q).dtype
-        )  # the last block may be padded
+        # the last block may be padded
+        sums = q.new_zeros(q.shape[0], S + C, H, dtype=upcast(q).dtype)
         for blocks in groups:
             weights, _ = self.scores.weights(blocks)
-            received = weights.sum((2, 3)).mT.unflatten(
-                0, (q.shape[0], -1)
-            )  # [B, blocks, columns, H]
+            # [B, blocks, columns, H]
+            received = weights.sum((2, 3)).mT.unflatten(0, (q.shape[0], -1))
             n, seen = received.shape[1:3]
             places = (
                 i

@@ -22,7 +22,7 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Everything, take
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.patterns import exact_with_pattern, pattern_of
-from hf_memory.ops.exported import first_tokens, in_blocks, varies
+from hf_memory.ops.exported import first_tokens, in_blocks, pieces, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, random_block, window
 
 
@@ -95,12 +95,9 @@ def _sums_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns
 
 def _in_blocks(past: Columns, size: int) -> Columns:
     """The past [B, blocks, size, ...]; the last block is not complete."""
-    pad = size - past.keys.shape[1] % size
-    position = F.pad(past.tokens.position, (0, pad), value=-1)
-    keys, values = (F.pad(x, (0, 0, 0, 0, 0, pad)) for x in (past.keys, past.values))
-    return Columns(Tokens(position), keys, values, past.sees).map(
-        lambda x: x.unflatten(1, (-1, size))
-    )
+    position = in_blocks(past.tokens.position, size, -1, more=1)
+    keys, values = (in_blocks(x, size, more=1) for x in (past.keys, past.values))
+    return Columns(Tokens(position), keys, values, past.sees)
 
 
 def _attend_summaries(
@@ -124,7 +121,8 @@ def _strided(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> At
     T = q.shape[1]
     groups = stride if varies(T) else min(stride, T)
     rest = (tokens.position[:, :1] + torch.arange(groups, device=q.device)) % stride
-    places = rest[..., None] + torch.arange(0, past.keys.shape[1], stride, device=q.device)
+    steps = torch.arange(pieces(past.keys.shape[1], stride), device=q.device)
+    places = rest[..., None] + stride * steps
     in_turn = in_blocks(q, groups), in_blocks(tokens.position, groups, -1)
     q, position = (x.transpose(1, 2) for x in in_turn)  # sorted by position modulo `groups`
     results = _grouped(mixer, q, position, past, places)

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, States
@@ -20,7 +21,7 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
-from hf_memory.ops.exported import sums_of_rows, varies
+from hf_memory.ops.exported import first_tokens, sums_of_rows, varies
 from hf_memory.ops.masks import Tokens, older, window
 
 JOINS = ("gate", "softmax", "attention")
@@ -95,13 +96,17 @@ def _best(blocks: Blocks, rule: Scores, k: int) -> Attended:
     added = torch.where(blocks.visible, tie_breaks, -torch.inf)
     scores = rule.of(blocks).add_(added[:, :, None])  # [B, H, G, C, S]
     stored = scores.shape[-1]
-    # `min` would make a text that is shorter than k the longest one of an exported graph
-    best, places = scores.topk(torch.sym_min(k, stored) if varies(stored) else min(k, stored))
+    if varies(stored):  # a graph with fewer than k scores would be another one
+        scores = F.pad(scores, (0, k), value=-torch.inf)
+        best, places = scores.topk(k)
+    else:
+        best, places = scores.topk(min(k, stored))
     weights, mass = softmax_of(best, best.isfinite())
-    o = sums_at(places, weights, blocks.values)
+    o = sums_at(places.clamp(max=stored - 1), weights, blocks.values)
     if rule.relation is not None:
         all_weights = torch.zeros_like(scores).scatter(-1, places, weights).flatten(1, 2)
-        of_distances = rule.relation.read(all_weights, blocks)
+        of_stored = first_tokens(all_weights.movedim(-1, 1), stored).movedim(1, -1)
+        of_distances = rule.relation.read(of_stored, blocks)
         o = o if of_distances is None else o + of_distances.to(o.dtype)
     return o, mass[..., 0].permute(0, 3, 1, 2).flatten(2)
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import last_tokens, unit_length, upcast
-from hf_memory.mixers.base import Context
+from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.ops.feature_maps import taylor
 from hf_memory.ops.neural_memory import EarlierPairs
@@ -51,11 +51,11 @@ class AtlasMixer(NeuralMemoryMixer):
         super().make_gates(width, heads)
         self.degrees = nn.Parameter(torch.empty(3))
 
-    def project(
-        self, hidden_states: Tensor, context: Context
+    def heads_of(
+        self, projected: Projected, context: Context
     ) -> tuple[Tensor, Tensor, Tensor, States]:
-        """See `MemoryMixer.project`; queries and keys become features of unit vectors."""
-        q, k, v, new_states = super().project(hidden_states, context)
+        """See `MemoryMixer.heads_of`; queries and keys become features of unit vectors."""
+        q, k, v, new_states = super().heads_of(projected, context)
         D = self.head_dim
         sizes = torch.tensor([1, D, D * (D + 1) // 2], device=q.device)
         by_degree = self.degrees.repeat_interleave(sizes, output_size=self.input_size(D)).to(
@@ -63,13 +63,13 @@ class AtlasMixer(NeuralMemoryMixer):
         )
         return taylor(unit_length(q)) * by_degree, taylor(unit_length(k)) * by_degree, v, new_states
 
-    def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
+    def learning(self, projected: Projected, context: Context) -> dict[str, Any]:
         """Arguments of the op: gamma is the rate of gradients, lr that of Muon's steps."""
         return {
-            "lr": self.logit("token", hidden_states).sigmoid(),
-            "momentum": F.logsigmoid(self.logit("momentum", hidden_states)),
-            "muon_lr": self.inner_rate(hidden_states),
-            "decay": self.log_decay(hidden_states),
+            "lr": projected["token"].sigmoid(),
+            "momentum": F.logsigmoid(projected["momentum"]),
+            "muon_lr": self.inner_rate(projected),
+            "decay": self.log_decay(projected),
         }
 
     def learn(

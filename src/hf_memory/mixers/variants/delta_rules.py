@@ -9,10 +9,11 @@ from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import unit_length, upcast
-from hf_memory.mixers.base import Context, States
+from hf_memory.mixers.base import Context, Projected, States
 from hf_memory.mixers.delta_net import DeltaNetMixer
 from hf_memory.mixers.gates import SoftplusDecay
 from hf_memory.mixers.levels import Written
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops import linear_attention
 from hf_memory.ops.layout import repeat_heads
 
@@ -55,7 +56,7 @@ class DeltaProductMixer(DeltaNetMixer):
         return x.unflatten(2, (self.steps, -1)).flatten(1, 2)
 
     def update(
-        self, hidden_states: Tensor, context: Context, written: Written
+        self, projected: Projected, context: Context, written: Written
     ) -> tuple[Tensor, States]:
         """See `DeltaNetMixer`."""
         n = self.steps
@@ -69,9 +70,8 @@ class DeltaProductMixer(DeltaNetMixer):
         q = F.pad(q[:, :, None], (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
         if g is not None:
             g = F.pad(g[:, :, None], (0, 0) * (g.ndim - 2) + (0, n - 1)).flatten(1, 2)
-        o, states = super().update(
-            hidden_states, context, Written(q, k, v, g, self._steps_as_tokens(beta))
-        )
+        written = Written(q, k, v, g, self._steps_as_tokens(beta))
+        o, states = super().update(projected, context, written)
         return o[:, n - 1 :: n], states
 
 
@@ -89,18 +89,22 @@ class GatedDeltaNet2Mixer(DeltaNetMixer):
         self.b_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.w_proj = nn.Linear(config.hidden_size, heads * self.value_dim, bias=False)
 
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `DeltaNetMixer`; with the gate w."""
+        rows = super().project(hidden_states, positions)
+        return rows | {"write": self.w_proj(hidden_states).sigmoid()}
+
     def update(
-        self, hidden_states: Tensor, context: Context, written: Written
+        self, projected: Projected, context: Context, written: Written
     ) -> tuple[Tensor, States]:
         """See `DeltaNetMixer`; g is [B, T, HV, K], and beta [B, T, HV * K] has the gates b."""
         q, k, v, g, beta = written
         k = unit_length(k)
-        write = self.w_proj(hidden_states).sigmoid()
         b = repeat_heads(k, v.shape[2])
         a = -(g.exp() * beta.view_as(b) * b).to(k.dtype)
         ones = torch.ones_like(beta[..., : v.shape[2]])
-        written = Written(unit_length(q), k, write.view_as(v) * v, g, ones)
-        return self.remember(hidden_states, context, written, a=a, b=b)
+        written = Written(unit_length(q), k, projected["write"].view_as(v) * v, g, ones)
+        return self.remember(projected, context, written, a=a, b=b)
 
 
 class CombaMixer(DeltaNetMixer):
@@ -124,7 +128,7 @@ class CombaMixer(DeltaNetMixer):
         self.D.zero_()
 
     def update(
-        self, hidden_states: Tensor, context: Context, written: Written
+        self, projected: Projected, context: Context, written: Written
     ) -> tuple[Tensor, States]:
         """See `DeltaNetMixer`."""
         q, k, v, g, beta = written
@@ -133,9 +137,8 @@ class CombaMixer(DeltaNetMixer):
         p = repeat_heads(p, v.shape[2])
         k = unit_length(k)
         b = (beta[..., None] * repeat_heads(k, v.shape[2])).to(k.dtype)
-        return self.remember(
-            hidden_states, context, Written(unit_length(q), k, v, g, beta), a=-unit_length(p), b=b
-        )
+        written = Written(unit_length(q), k, v, g, beta)
+        return self.remember(projected, context, written, a=-unit_length(p), b=b)
 
 
 class PreconditionedMixer(DeltaNetMixer):
@@ -161,17 +164,24 @@ class PreconditionedMixer(DeltaNetMixer):
         heads, _, _, K, _ = config.memory_heads
         return super().state_spec(config, layer_idx) | {"key_squares": State((heads, 1, K))}
 
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `DeltaNetMixer`; with the strength c and the decay f of the sums of squares."""
+        rows = super().project(hidden_states, positions)
+        rows["c"] = self.c_proj(hidden_states).sigmoid()
+        rows["f"] = self.key_decay(hidden_states)[0]
+        return rows
+
     def update(
-        self, hidden_states: Tensor, context: Context, written: Written
+        self, projected: Projected, context: Context, written: Written
     ) -> tuple[Tensor, States]:
         """See `DeltaNetMixer`; the sums are a linear attention with one key channel, which decays by head."""
         q, k, v, g, beta = written
         k = unit_length(k)
         squares, sums = linear_attention(
             torch.ones_like(k[..., :1]),
-            self.c_proj(hidden_states).sigmoid()[..., None].to(k.dtype),
+            projected["c"][..., None].to(k.dtype),
             k.square(),
-            self.key_decay(hidden_states)[0],
+            projected["f"],
             scale=1.0,
             **context.options(self.config.mixer_backend, context.states.get("key_squares")),
         )
@@ -181,7 +191,6 @@ class PreconditionedMixer(DeltaNetMixer):
         decay = g.exp() if g.ndim == 4 else g.exp()[..., None]
         a = -(decay * k).to(k.dtype)
         b = (beta[..., None] * b).to(k.dtype)
-        o, states = self.remember(
-            hidden_states, context, Written(unit_length(q), writes, v, g, beta), a=a, b=b
-        )
+        written = Written(unit_length(q), writes, v, g, beta)
+        o, states = self.remember(projected, context, written, a=a, b=b)
         return o, states | {"key_squares": sums}

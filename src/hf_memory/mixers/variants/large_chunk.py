@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.mixers.base import Context, convolution_spec
+from hf_memory.mixers.base import Context, Projected, convolution_spec
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.ops import LargeChunkState, large_chunk_memory
 
@@ -55,11 +55,9 @@ class LargeChunkMixer(NeuralMemoryMixer):
         for weights in self.initial_weights.parameters():
             init.normal_(weights, std=weights.shape[1] ** -0.5)
 
-    def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Tensor]:
+    def learning(self, projected: Projected, context: Context) -> dict[str, Tensor]:
         """The arguments lr and eta [B, T, HV] of the op, in float32."""
-        lr = self.logit("lr", hidden_states)
-        eta = self.logit("momentum", hidden_states)
-        return {"lr": F.softplus(lr), "momentum": eta.sigmoid()}
+        return {"lr": F.softplus(projected["lr"]), "momentum": projected["momentum"].sigmoid()}
 
     def learn(
         self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context

@@ -8,9 +8,10 @@ from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import upcast
-from hf_memory.mixers.base import Context, MemoryMixer, States
+from hf_memory.mixers.base import Context, MemoryMixer, Projected, States
 from hf_memory.mixers.gates import StepDecay
 from hf_memory.mixers.pasts import last_tokens
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops import linear_attention
 from hf_memory.ops.layout import blank, repeat_heads
 
@@ -59,13 +60,22 @@ class Mamba3Mixer(MemoryMixer):
         for x in self.v_proj.parameters():
             x.mul_(factor)
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `MemoryMixer.project`; with the decay, steps, shares, turns of the angles, and the gate of the output."""
+        rows = super().project(hidden_states, positions)
+        rows["g"], rows["steps"] = self.decay(hidden_states)
+        rows["share"] = upcast(self.share_proj(hidden_states)).sigmoid()
+        rows["turns"] = upcast(self.angle_proj(hidden_states)).tanh()
+        rows["output_gate"] = F.silu(self.g_proj(hidden_states))
+        return rows
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V], the last token's `last_keys` [N, 1, HV, K] and `last_values`
         [N, 1, HV, V], and the `angles` [N, HV, K / 4] of its key."""
-        q, k, x, new_states = self.project(hidden_states, context)
-        g, steps = self.decay(hidden_states)
-        q, k, new_states["angles"] = self._turned(q, k, hidden_states, steps, context)
-        share = upcast(self.share_proj(hidden_states)).sigmoid()
+        q, k, x, new_states = self.heads_of(projected, context)
+        steps = projected["steps"]
+        share = projected["share"]
+        q, k, new_states["angles"] = self._turned(q, k, projected["turns"], steps, context)
         next_c, memory = self._second_writes(steps * (1 - share), context)
         _, last = last_tokens(
             context.states, {"last_keys": k, "last_values": x}, 1, context.lengths
@@ -74,22 +84,22 @@ class Mamba3Mixer(MemoryMixer):
             q,
             k,
             ((steps * share + next_c)[..., None] * x).to(x.dtype),
-            g,
+            projected["g"],
             scale=1.0,
             in_place=True,
             **context.options(self.config.mixer_backend, memory),
         )
         unseen = next_c * (upcast(q) * upcast(k)).sum(-1)
         o = (o + (upcast(self.D) - unseen)[..., None].to(x.dtype) * x).flatten(-2)
-        return self.o_proj(o * F.silu(self.g_proj(hidden_states))), new_states | last
+        return o * projected["output_gate"], new_states | last
 
-    def _turned(self, q: Tensor, k: Tensor, hidden_states: Tensor, steps: Tensor, context: Context):
+    def _turned(self, q: Tensor, k: Tensor, turns: Tensor, steps: Tensor, context: Context):
         """q and k [B, T, HV, K] with their biases, turned by angles [B, T, HV, K / 4], and the last angles."""
         q, k = (
             repeat_heads(x, steps.shape[2]) + bias.to(x.dtype)
             for x, bias in ((q, self.q_bias), (k, self.k_bias))
         )
-        half_turns = steps[..., None] * upcast(self.angle_proj(hidden_states)).tanh()[:, :, None]
+        half_turns = steps[..., None] * turns[:, :, None]
         if context.attention_mask is not None:
             half_turns = blank(half_turns, context.attention_mask)
         # across the boundaries of packed sequences too: differences alone matter

@@ -6,8 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from hf_memory.mixers.base import Context
+from hf_memory.layers import upcast
+from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.neural_memory import Gate, NeuralMemoryMixer
+from hf_memory.mixers.positions import Positions
 
 
 class MirasMixer(NeuralMemoryMixer):
@@ -43,15 +45,17 @@ class MirasMixer(NeuralMemoryMixer):
             for logarithms in self.initial_weights.parameters():
                 init.normal_(logarithms)
 
-    def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
-        """The gates of each token. A threshold of sqrt(V) means an error of one in each channel."""
-        gates = {
-            "lr": self.inner_rate(hidden_states),
-            "momentum": None,
-            "decay": self.log_decay(hidden_states),
-        }
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `NeuralMemoryMixer.project`; with W x of Yaad's threshold."""
+        rows = super().project(hidden_states, positions)
         if self.config.rule.learning.get("loss") == "huber":
-            gates["threshold"] = self.value_dim**0.5 * F.softplus(
-                self.logit("threshold", hidden_states)
-            )
+            rows["threshold"] = upcast(self.threshold_proj(hidden_states))
+        return rows
+
+    def learning(self, projected: Projected, context: Context) -> dict[str, Any]:
+        """The gates of each token. A threshold of sqrt(V) means an error of one in each channel."""
+        lr = self.inner_rate(projected)
+        gates = {"lr": lr, "momentum": None, "decay": self.log_decay(projected)}
+        if "threshold" in projected:
+            gates["threshold"] = self.value_dim**0.5 * F.softplus(projected["threshold"])
         return gates

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import unit_length, upcast
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, Projected, States
 from hf_memory.mixers.gates import SigmoidDecay, SoftplusDecay
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops import RidgeState, ridge_regression
 
 LEAST_RIDGE = 0.25
@@ -23,6 +24,7 @@ class MesaMixer(MemoryMixer):
     """
 
     convolved = "qk"
+    given: tuple[str, ...] = ("beta", "g")  # arguments of the op that are projected
     starts: dict[str, float] = {
         "ridge": math.log(math.expm1(1 - LEAST_RIDGE))
     }  # a regulariser of one
@@ -44,22 +46,29 @@ class MesaMixer(MemoryMixer):
         products = State((config.num_output_heads, K, K), is_recurrent=True)
         return spec | {"key_products": products}
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `key_products` [N, HV, K, K], `memory` [N, HV, K, V] and those of the convolutions."""
-        q, k, v, new_states = self.project(hidden_states, context)
-        options = context.options(self.config.mixer_backend, context.past(RidgeState))
-        options |= self.gates(hidden_states)
-        o, state = ridge_regression(unit_length(q), unit_length(k), v, **options)
-        return self.o_proj(self.output_gate(o, hidden_states)), new_states | state._asdict()
+    def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
+        """See `MemoryMixer.project`; with the gates and the gate of the output."""
+        rows = super().project(hidden_states, positions) | self.gates(hidden_states)
+        return rows | self.output_gate.project(hidden_states)
 
-    def gates(self, hidden_states: Tensor) -> dict[str, Any]:
-        """Arguments of the op: beta and g [B, T, HV], and the regulariser [HV, K] in float32."""
+    def gates(self, hidden_states: Tensor) -> Projected:
+        """Arguments of the op for each token: beta and g [B, T, HV] in float32."""
+        beta = upcast(self.b_proj(hidden_states)).sigmoid()
+        return {"beta": beta, "g": self.decay(hidden_states)}
+
+    def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:
+        """The states are `key_products` [N, HV, K, K], `memory` [N, HV, K, V] and those of the convolutions."""
+        q, k, v, new_states = self.heads_of(projected, context)
+        options = context.options(self.config.mixer_backend, context.past(RidgeState))
+        options |= self.regulariser()
+        options |= {name: projected[name] for name in self.given}
+        o, state = ridge_regression(unit_length(q), unit_length(k), v, **options)
+        return self.output_gate(o, projected), new_states | state._asdict()
+
+    def regulariser(self) -> dict[str, Any]:
+        """Arguments of the op that all tokens share: the regulariser [HV, K] in float32."""
         ridge = F.softplus(upcast(self.ridge)).unflatten(0, (-1, self.head_dim)) + LEAST_RIDGE
-        return {
-            "beta": upcast(self.b_proj(hidden_states)).sigmoid(),
-            "g": self.decay(hidden_states),
-            "ridge": ridge,
-        }
+        return {"ridge": ridge}
 
 
 class KalmanMixer(MesaMixer):
@@ -71,6 +80,7 @@ class KalmanMixer(MesaMixer):
     """
 
     convolved = "qkv"
+    given = ("beta", "g", "alpha")
     starts: dict[str, float] = {}  # there is no regulariser
 
     def __init__(self, config, layer_idx: int):
@@ -80,11 +90,14 @@ class KalmanMixer(MesaMixer):
         self.alpha_proj = nn.Linear(config.hidden_size, heads)
         del self.ridge
 
-    def gates(self, hidden_states: Tensor) -> dict[str, Any]:
-        """Arguments of the op: beta, g and alpha [B, T, HV] in float32, and the regulariser relative to |H|."""
+    def gates(self, hidden_states: Tensor) -> Projected:
+        """Arguments of the op for each token: beta, g and alpha [B, T, HV] in float32."""
         strength, alpha = (
             upcast(proj(hidden_states)).sigmoid() for proj in (self.b_proj, self.alpha_proj)
         )
         beta = (strength + 1e-6).square()
-        g = self.decay(hidden_states)[0]
-        return {"beta": beta, "g": g, "alpha": alpha, "ratio": 0.02, "scale": self.head_dim**-0.5}
+        return {"beta": beta, "g": self.decay(hidden_states)[0], "alpha": alpha}
+
+    def regulariser(self) -> dict[str, Any]:
+        """Arguments of the op that all tokens share: the regulariser relative to |H|, and the scale."""
+        return {"ratio": 0.02, "scale": self.head_dim**-0.5}

@@ -70,9 +70,8 @@ def retained_attention(
     from hf_memory.ops.kv_eviction import kernels
 
     given = tuple(x.detach() for x in (q, k, v))
-    if (
-        rule.policy is not received_attention
-    ):  # as in PyTorch; attention is the kernels' all the same
+    # as in PyTorch; attention is the kernels' all the same
+    if rule.policy is not received_attention:
         places, score = chunk.retained_places(*given, number, score, rule)
     if rule.gates is not None:
         q = rule.gates.of_one_product(q, q.shape[2] // k.shape[1])

@@ -11,7 +11,6 @@ memory for C times the weights.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_memory.ops.neural_memory.dual import learned
@@ -45,18 +44,19 @@ def step(rows: Rows, memory: Memory) -> tuple[Tensor, Layers, Layers]:
             target = A if rule.forget_to == "anchor" else initial
             w = w + (1 - beta) * target[layer][:, None]
         if rule.muon:
-            slope = rows.H[..., None] * S[layer][:, None] - _summed(rows.slows, gradient)
+            slope = _minus(rows.H[..., None] * S[layer][:, None], rows.slows, gradient)
             gradient = -orthogonal(slope)
             slopes.append(slope[:, -1])
         elif S:
             w = w + rows.c[..., None] * S[layer][:, None]
-            slopes.append(rows.H * S[layer] - _summed(rows.m.mT, gradient)[:, 0])
-        after.append(w - _summed(rows.P, gradient))
+            slope = _minus((rows.H * S[layer])[:, None], rows.m.mT, gradient)
+            slopes.append(slope[:, 0])
+        after.append(_minus(w, rows.P, gradient))
     weights = tuple(map(retained, after))
     o = network(rows.q[:, :, None], weights, rule, per_token)[:, :, 0]
     return o, tuple(w[:, -1] for w in after), tuple(slopes)
 
 
-def _summed(factors: Tensor, steps: Tensor) -> Tensor:
-    """Sums of steps [N, C, d_in, d_out] with factors [N, n, C]: [N, n, d_in, d_out]."""
-    return torch.einsum("ntj,njio->ntio", factors, steps)
+def _minus(x: Tensor, factors: Tensor, steps: Tensor) -> Tensor:
+    """x [N, n, d_in, d_out] minus sums of steps [N, C, d_in, d_out] with factors [N, n, C]; may overwrite x."""
+    return x.flatten(2).baddbmm_(factors, steps.flatten(2), alpha=-1).view_as(x)
