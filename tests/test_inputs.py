@@ -1,5 +1,6 @@
 """What a user may ask for: it works, or it is refused in one sentence before any work."""
 
+import copy
 import math
 import re
 import shutil
@@ -8,9 +9,23 @@ from dataclasses import replace
 import pytest
 import torch
 from matplotlib.colors import to_rgb
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
 
-from cases import WORDS, Case, make_config, make_model, word_tokenizer
+from cases import (
+    WORDS,
+    Case,
+    every_family,
+    make_config,
+    make_model,
+    random_tokens,
+    word_tokenizer,
+)
 from hf_memory import conversion, decoding, evaluation
 from hf_memory.conversion import (
     GoalNotReached,
@@ -363,6 +378,44 @@ def test_options_that_are_assigned_give_the_same_config_as_those_that_are_passed
     for name, value in options.items():
         setattr(config, name, value)
     assert config.to_dict() == make_config(Case("", model_type, {}), **options).to_dict()
+
+
+OF_NO_FIELD = object()
+WRONG = (OF_NO_FIELD, -1, 0, 2**70, -1e300, math.nan, math.inf, True, "no such word", [], {}, [[]])
+
+
+def refuses(config, name, value):
+    """Whether a copy of a config refuses a value of a field; no other error is raised."""
+    try:
+        setattr(copy.deepcopy(config), name, value)
+    except ValueError:
+        return True
+    return False
+
+
+@every_family
+def test_a_value_that_is_refused_when_it_is_assigned_changes_nothing(case):
+    model = make_model(case)
+    config = model.config
+    tokens = random_tokens(1, 9)
+    expected = model(tokens).logits
+    before = copy.deepcopy(config)
+    own = set(config.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__)
+    numbers = {name for name in own if type(getattr(config, name)) in (int, float)}
+    numbers -= {name for name in numbers if name.endswith("_token_id")}
+    refused = {i: set() for i in range(len(WRONG))}
+    for name in own:
+        for i, value in enumerate(WRONG):
+            if refuses(config, name, value):
+                refused[i].add(name)
+                with pytest.raises(ValueError, match="must be"):
+                    setattr(config, name, value)
+    assert config == before
+    assert config.to_dict() == before.to_dict()
+    assert torch.equal(model(tokens).logits, expected)
+    assert refused[WRONG.index(OF_NO_FIELD)] >= own
+    assert refused[WRONG.index(-1)] >= numbers
+    assert len(numbers) > 10
 
 
 def test_what_was_given_stays_when_an_option_is_assigned():

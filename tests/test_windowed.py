@@ -114,13 +114,16 @@ def make_config(**options):
     return hf_memory.LinearTransformerConfig(**{**SIZES, **WINDOWS, **options})
 
 
-def test_full_heads_are_refused_with_tensor_parallelism():
-    config = make_config(layer_types=["sliding_heads"] * 2, full_attention_heads=[[1], []])
+@pytest.mark.parametrize(
+    "heads", [{"full_attention_heads": [[1], []]}, {"num_kept_tokens": [[2, 0], [1, 1]]}], ids=str
+)
+def test_heads_that_see_different_tokens_are_refused_with_tensor_parallelism(heads):
+    config = make_config(layer_types=["sliding_heads"] * 2, **heads)
     mixer = WindowedMixer(config, 0)
     for name in ("q_proj", "k_proj", "v_proj"):  # half of the heads
         setattr(mixer, name, torch.nn.Linear(32, mixer.get_submodule(name).out_features // 2))
     with pytest.raises(
-        ValueError, match="full_attention_heads must be None with tensor parallelism"
+        ValueError, match="full_attention_heads must be None, and num_kept_tokens one number, with"
     ):
         mixer(torch.randn(2, 3, 32))
 
