@@ -34,6 +34,8 @@ NAMED = {
     "heads and full ones": {**HEADS, "full_attention_heads": [[1]]},
     "heads and wide ones": {**HEADS, "full_attention_heads": [[0]], "full_attention_window": 40},
     "kept tokens": KEPT,
+    "kept tokens by head": {**KEPT, "num_kept_tokens": [[8, 2]]},
+    "kept tokens of one head": {**KEPT, "num_kept_tokens": [[0, 8]]},
     "kept tokens and full heads": {**KEPT, "full_attention_heads": [[1]]},
     "kept tokens and wide heads": {**KEPT, **WIDE, "full_attention_heads": [[0]]},
     "wide heads alone": {**HEADS, **WIDE},

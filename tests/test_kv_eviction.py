@@ -239,6 +239,7 @@ def test_first_tokens_stay_although_no_query_attends_to_them(backend, first):
     assert [[n for n in row if 0 < n <= 4] for row in held] == 4 * [[*range(1, first + 1)]]
 
 
+KINDS = {"layer_types": ["sliding_heads"] * 2}
 OPTIONS = {
     "sliding_window": 3,
     "num_sink_tokens": 2,
@@ -249,6 +250,8 @@ BESIDE = {
     "alone": {},
     "sinks": {"attention_sinks": True},
     "capped scores": {"attn_logit_softcapping": 0.5},
+    "by head": {"num_kept_tokens": [[5, 5], [7, 2]]},
+    "by head, with sinks": {"num_kept_tokens": [[5, 5], [2, 7]], "attention_sinks": True},
 }
 
 
@@ -258,7 +261,10 @@ BESIDE = {
 def test_a_layer_keeps_the_tokens_that_its_config_says(beside, pieces):
     """A sink takes its share of the output, and not of what tokens have received."""
     options = OPTIONS | BESIDE[beside]
-    memory = Kept(size=3, first=2, kept=4, block=2)
+    memories = [
+        Kept(size=3, first=2, kept=kept, block=2)
+        for kept in MemoryTransformerConfig(**SIZES, **KINDS, **options).kept_tokens[1]
+    ]
     model = _model(options)
     mixer = model.model.layers[1].mixer
     x = torch.randn(1, 60, 32, dtype=torch.float64)
@@ -268,12 +274,13 @@ def test_a_layer_keeps_the_tokens_that_its_config_says(beside, pieces):
     differences = []
     for h, mine in enumerate(q.unflatten(1, (2, 2)).unbind(1)):
         given = mine, k[:, h], v[:, h]
+        memory = memories[h]
         how = {"scale": 8**-0.5, "softcap": softcap}
         found = definition(*given, memory, **how)[0]
         o = found[..., :-1]
         mass = found[..., -1]
         others = [definition(*given, memory._replace(first=1), **how)[0]]
-        if beside == "sinks":
+        if mixer.sinks is not None:
             logits = mixer.sinks.logits[2 * h : 2 * h + 2].expand(len(mine), 2)
             others.append(definition(*given, memory, **how, other=logits)[0])
             share = torch.sigmoid(logits - mass)[..., None]
@@ -288,9 +295,8 @@ def test_a_layer_keeps_the_tokens_that_its_config_says(beside, pieces):
 
 def _model(options):
     torch.manual_seed(2)
-    kinds = {"layer_types": ["sliding_heads"] * 2}
     model = MemoryTransformerForCausalLM(
-        MemoryTransformerConfig(**SIZES, **kinds, **options, position="none")
+        MemoryTransformerConfig(**SIZES, **KINDS, **options, position="none")
     )
     for name, x in model.named_parameters():
         if "sinks" in name:
@@ -299,8 +305,14 @@ def _model(options):
 
 
 def test_only_windows_without_another_memory_keep_tokens():
-    with pytest.raises(Exception, match="num_kept_tokens"):
+    with pytest.raises(ValueError, match="num_kept_tokens"):
         MemoryTransformerConfig(**SIZES, num_kept_tokens=3)
+
+
+@pytest.mark.parametrize("kept", [[3], [[3, 2]], [[3, 2], [1]], [[3, 2, 1], [1, 1]], [3, -1]])
+def test_numbers_of_kept_tokens_that_fit_no_heads_are_refused(kept):
+    with pytest.raises(ValueError, match="num_kept_tokens must be"):
+        MemoryTransformerConfig(**SIZES, **KINDS, sliding_window=3, num_kept_tokens=kept)
 
 
 @every_policy
