@@ -80,11 +80,11 @@ def test_few_bits_change_logits_a_little(name, options):
     for bits in (8, 4):
         model = make_model(CASE[name], **{**options, "cache_bits": bits_of(name, bits)}).double()
         errors[bits] = (model(tokens).logits - exact).norm() / exact.norm()
-    assert 0 < errors[8] < 0.02
+    assert 0 < errors[8] < 0.03
     assert errors[8] < errors[4] < 0.3
 
 
-@pytest.mark.parametrize(("bits", "expected"), [(8, 72), (4, 40), (None, 128)])
+@pytest.mark.parametrize(("bits", "expected"), [(8, 66), (4, 40), (None, 128)])
 def test_a_cache_holds_as_many_bytes_as_its_bits_say(bits, expected):
     """A key of 64 channels, of a model in bfloat16."""
     model = make_model(

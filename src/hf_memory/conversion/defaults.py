@@ -123,7 +123,7 @@ def window_options(to: str, tokens: int = WINDOW, *, keeps: bool = True) -> dict
     if to != "attention" or not keeps:
         return {"sliding_window": tokens, "num_sink_tokens": SINKS}
     near = tokens // 4
-    held = tokens * 16 // 9  # a number in 8 bits takes 9 with its scales
+    held = tokens * 16 // 9  # what numbers in 8 bits leave is for what belongs to a block
     return {
         "sliding_window": near,
         "num_sink_tokens": SINKS,

@@ -62,7 +62,7 @@ def attention_in_bits(
         visible = visible.expand(B, H, S)
     how = scale, softcap or 0.0
     chosen = choose_backend(backend, q, kernel_refuses(q))
-    if chosen == "chunk" and (4 not in rows or D % GROUP == 0):
+    if chosen == "chunk" and (D % GROUP == 0 or rows == Rows(8, 8)):
         parts = (_parts(x) for x in (keys, values))
         o, mass = without_autocast(chunk.attention, q, *parts, visible, rows, *how, needs_mass)
         return o.to(q.dtype), mass
@@ -73,8 +73,8 @@ def attention_in_bits(
         return o.to(q.dtype), mass
     from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
 
-    given = rotated(q), keys, values, visible
-    o, mass = kernel(*given, rows.key_bits, rows.value_bits, *how)
+    bits = rows.key_bits, rows.value_bits
+    o, mass = kernel(rotated(q), keys, values, visible, *bits, *how)
     return rotated(o), mass if needs_mass else None
 
 

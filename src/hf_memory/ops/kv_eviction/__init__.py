@@ -69,10 +69,11 @@ def retained_attention(
         return chunk.retained_attention(q, k, v, number, score, rule)
     from hf_memory.ops.kv_eviction import kernels
 
-    given = tuple(x.detach() for x in (q, k, v))
-    # as in PyTorch; attention is the kernels' all the same
+    # what other policies choose is chosen in PyTorch; attention is the kernels' all the same
     if rule.policy is not received_attention:
-        places, score = chunk.retained_places(*given, number, score, rule)
+        places, score = chunk.retained_places(
+            q.detach(), k.detach(), v.detach(), number, score, rule
+        )
     if rule.gates is not None:
         q = rule.gates.of_one_product(q, q.shape[2] // k.shape[1])
     if rule.policy is received_attention:
