@@ -26,7 +26,7 @@ from hf_memory.modeling.checks import check, check_word
 WINDOW = 256  # tokens in 16 bits of which heads that do not keep everything hold as many bytes
 BLOCK = 16  # tokens that heads which keep some read at once
 SHARE = "heads:1/11"  # of the heads keep everything
-SHARE_OF_FEW = "heads:2/3"  # where few layers of the teacher see everything: with half of them nothing is recalled
+SHARE_OF_FEW = "heads:2/3"  # where few layers see everything: with one of its three heads Gemma 3 recalls nothing
 HEAD_SIZES = (
     "linear_key_head_dim",
     "linear_value_head_dim",
@@ -177,13 +177,13 @@ def with_stages(
     begins_near = recipe.to == "attention" and keeps
     usual = dict(zip(STAGES, (TRANSFER, NEAR if begins_near else DISTILLATION, FINE_TUNING)))
     positions = getattr(student, "max_position_embeddings", None) or len(text)
-    stages = {
-        name: _filled(name, recipe.schedules[name].given, schedule, positions, text)
-        for name, schedule in usual.items()
-    }
+    fixed: dict[str, dict[str, Any]] = {}
     if not has_new_parts:
-        stages["transfer"] = stages["transfer"]._replace(steps=0)
-        stages["distillation"] = stages["distillation"]._replace(memory_factor=1.0)
+        fixed = {"transfer": {"steps": 0}, "distillation": {"memory_factor": 1.0}}
+    stages = {
+        name: _filled(name, {**given.given, **fixed.get(name, {})}, usual[name], positions, text)
+        for name, given in recipe.schedules.items()
+    }
     for name, schedule in stages.items():
         schedule.check(name)
     has_memory = recipe.to != "attention" and has_new_parts
