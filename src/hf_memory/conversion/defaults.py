@@ -20,7 +20,7 @@ from hf_memory.conversion.students import (
     own_window,
 )
 from hf_memory.files.text import TextFacts
-from hf_memory.modeling.any_model import head_dim
+from hf_memory.modeling.any_model import head_dim, layer_types
 from hf_memory.modeling.checks import check, check_word
 
 WINDOW = 256  # tokens in 16 bits of which heads that do not keep everything hold as many bytes
@@ -288,17 +288,27 @@ def _presets(recipe: Recipe, keep: Keep, teacher: PreTrainedConfig) -> dict[str,
     family = find_student(to)
     presets = {name: head_dim(teacher) for name in HEAD_SIZES if hasattr(family.config, name)}
     presets |= {"memory_rope": True, **PRESETS.get(to, {})}
+    named = _named_options(recipe)
     window = _given_options(recipe).get("sliding_window")
-    replaces = not keep.keeps_all_layers(teacher.num_hidden_layers)
     has_window = to == "attention" or keep.is_heads or window is not None
-    if not (replaces and has_window and can_have_windows(to)):
-        return presets | _named_options(recipe)
+    if not (has_window and can_have_windows(to) and _replaces_layers(keep, teacher, window)):
+        return presets | ({} if to == "attention" else named)
     usual = window_options(to, keeps=not recipe.servable)
-    options = within_teacher(usual | _named_options(recipe), teacher)
+    options = within_teacher(usual | named, teacher)
     reach = options.get("full_attention_window")
     if window is not None and reach is not None:
         options["full_attention_window"] = max(window, reach)
     return presets | options
+
+
+def _replaces_layers(keep: Keep, teacher: PreTrainedConfig, window: int | None) -> bool:
+    """Whether layers of the teacher get heads with windows: those that are not kept, and have no such window."""
+    own = own_window(teacher)
+    stays = "sliding_attention" if is_mixed(teacher) and window in (None, own) else None
+    changing = [i for i, kind in enumerate(layer_types(teacher)) if kind != stays]
+    if keep.is_ranked:
+        return keep.is_heads or keep.count(len(changing)) < len(changing)
+    return not {*changing} <= {*keep.layers_of(teacher.num_hidden_layers)}
 
 
 def _filled(
