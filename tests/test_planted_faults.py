@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ import test_cache_argument
 import test_cache_bits
 import test_compile
 import test_conversion
+import test_conversion_plan
 import test_decoding
 import test_deltaformer
 import test_depth
@@ -43,7 +45,7 @@ from forms import FORMS
 from hf_memory import MemoryTransformerForTokenClassification, cache, cache_argument, save_memory
 from hf_memory.cache import MemoryLayer
 from hf_memory.cache_bits import ALL_BITS
-from hf_memory.conversion import recipe, students
+from hf_memory.conversion import defaults, plan, recipe, students
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.conversion.students import weights
 from hf_memory.conversion.teachers import gguf
@@ -768,4 +770,36 @@ def test_metadata_of_a_file_that_nobody_reads_is_seen(monkeypatch, tmp_path):
     with pytest.raises(pytest.fail.Exception):
         test_gguf.test_metadata_that_changes_predictions_and_is_not_read_is_refused(
             "a scale of scores", "llama", tmp_path
+        )
+
+
+def test_an_option_that_changes_another_is_seen(monkeypatch):
+    options_of = defaults.student_options
+
+    def with_another(recipe, keep, teacher):
+        options = options_of(recipe, keep, teacher)
+        return options | ({"kept_block_size": 32} if recipe.options else {})
+
+    monkeypatch.setattr(plan, "student_options", with_another)
+    with pytest.raises(AssertionError):
+        test_conversion_plan.test_an_option_changes_what_it_names("num_sink_tokens", 8)
+    with pytest.raises(AssertionError):
+        test_conversion_plan.test_an_option_at_its_default_value_changes_nothing(
+            "sliding_window", None
+        )
+
+
+def test_a_resolved_recipe_without_a_default_is_seen(monkeypatch):
+    monkeypatch.setattr(plan, "with_loss", lambda recipe, *, is_exact: replace(recipe, train=None))
+    with pytest.raises(AssertionError):
+        test_conversion_plan.test_a_resolved_recipe_is_its_own_default()
+
+
+def test_a_default_that_does_not_see_the_teacher_is_seen(monkeypatch):
+    monkeypatch.setattr(defaults, "within_teacher", lambda options, teacher: options)
+    teacher = "all"
+    layers, options = {"sliding_heads"}, test_conversion_plan.DEFAULT
+    with pytest.raises(AssertionError):
+        test_conversion_plan.test_a_default_is_that_of_the_teacher(
+            teacher, layers, options, 1024, "heads:1/11"
         )

@@ -20,13 +20,13 @@ from hf_memory.conversion.students import (
     own_window,
 )
 from hf_memory.files.text import TextFacts
-from hf_memory.modeling.any_model import head_dim
+from hf_memory.modeling.any_model import head_dim, layer_types
 from hf_memory.modeling.checks import check, check_word
 
 WINDOW = 256  # tokens in 16 bits of which heads that do not keep everything hold as many bytes
 BLOCK = 16  # tokens that heads which keep some read at once
 SHARE = "heads:1/11"  # of the heads keep everything
-SHARE_OF_FEW = "heads:2/3"  # where few layers of the teacher see everything: with half of them nothing is recalled
+SHARE_OF_FEW = "heads:2/3"  # where few layers see everything: with one of its three heads Gemma 3 recalls nothing
 HEAD_SIZES = (
     "linear_key_head_dim",
     "linear_value_head_dim",
@@ -177,13 +177,13 @@ def with_stages(
     begins_near = recipe.to == "attention" and keeps
     usual = dict(zip(STAGES, (TRANSFER, NEAR if begins_near else DISTILLATION, FINE_TUNING)))
     positions = getattr(student, "max_position_embeddings", None) or len(text)
-    stages = {
-        name: _filled(name, recipe.schedules[name].given, schedule, positions, text)
-        for name, schedule in usual.items()
-    }
+    fixed: dict[str, dict[str, Any]] = {}
     if not has_new_parts:
-        stages["transfer"] = stages["transfer"]._replace(steps=0)
-        stages["distillation"] = stages["distillation"]._replace(memory_factor=1.0)
+        fixed = {"transfer": {"steps": 0}, "distillation": {"memory_factor": 1.0}}
+    stages = {
+        name: _filled(name, {**given.given, **fixed.get(name, {})}, usual[name], positions, text)
+        for name, given in recipe.schedules.items()
+    }
     for name, schedule in stages.items():
         schedule.check(name)
     has_memory = recipe.to != "attention" and has_new_parts
@@ -288,17 +288,27 @@ def _presets(recipe: Recipe, keep: Keep, teacher: PreTrainedConfig) -> dict[str,
     family = find_student(to)
     presets = {name: head_dim(teacher) for name in HEAD_SIZES if hasattr(family.config, name)}
     presets |= {"memory_rope": True, **PRESETS.get(to, {})}
+    named = _named_options(recipe)
     window = _given_options(recipe).get("sliding_window")
-    replaces = not keep.keeps_all_layers(teacher.num_hidden_layers)
     has_window = to == "attention" or keep.is_heads or window is not None
-    if not (replaces and has_window and can_have_windows(to)):
-        return presets | _named_options(recipe)
+    if not (has_window and can_have_windows(to) and _replaces_layers(keep, teacher, window)):
+        return presets | ({} if to == "attention" else named)
     usual = window_options(to, keeps=not recipe.servable)
-    options = within_teacher(usual | _named_options(recipe), teacher)
+    options = within_teacher(usual | named, teacher)
     reach = options.get("full_attention_window")
     if window is not None and reach is not None:
         options["full_attention_window"] = max(window, reach)
     return presets | options
+
+
+def _replaces_layers(keep: Keep, teacher: PreTrainedConfig, window: int | None) -> bool:
+    """Whether layers of the teacher get heads with windows: those that are not kept, and have no such window."""
+    own = own_window(teacher)
+    stays = "sliding_attention" if is_mixed(teacher) and window in (None, own) else None
+    changing = [i for i, kind in enumerate(layer_types(teacher)) if kind != stays]
+    if keep.is_ranked:
+        return keep.is_heads or keep.count(len(changing)) < len(changing)
+    return not {*changing} <= {*keep.layers_of(teacher.num_hidden_layers)}
 
 
 def _filled(

@@ -67,10 +67,10 @@ def _warnings(plan: Plan) -> Iterator[str]:
     longest = CONTEXTS[-1]
     share = cache_share(plan.student, plan.teacher, longest)
     if share >= NO_SMALLER:
-        yield (
-            f"The cache is {share:.0%} of the teacher's, so that nothing is saved: choose another --to, such as "
-            "attention, whose heads have windows."
-        )
+        other = "choose another --to, such as attention, whose heads have windows"
+        if plan.recipe.to == "attention":
+            other = "keep fewer heads or layers, or give smaller windows"
+        yield f"The cache is {share:.0%} of the teacher's, so that nothing is saved: {other}."
     has_none = set(layer_types(plan.student)) == {"memory"} and not getattr(
         plan.student, "sliding_window", None
     )

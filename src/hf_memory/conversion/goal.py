@@ -36,7 +36,7 @@ class GoalNotReached(ValueError):
     def __init__(self, goal: float, tried: Sequence[Tried]):
         self.tried = tuple(tried)
         nearest = min(tried, key=lambda x: x.kl, default=None)
-        found = "no student could be measured"
+        found = "heads with windows see all of a window of training, so that there is nothing to measure"
         if nearest is not None:
             found = (
                 f"the nearest of {len(tried)} students, {nearest.keep} with a window of {nearest.window} and "

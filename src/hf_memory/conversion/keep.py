@@ -91,12 +91,6 @@ class Keep:
         """How many of so many layers or heads a ranking chooses, at least one; 0 if there is no ranking."""
         return max(1, int(self.share * number)) if self.is_ranked else 0
 
-    def keeps_all_layers(self, num_layers: int) -> bool:
-        """Whether no layer of a model with so many is replaced."""
-        if self.kind == "layers":
-            return len(self.layers) == num_layers
-        return self.share == 1 and not self.is_heads
-
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """The numbers of the layers that are kept in a model with so many, in order.
 

@@ -142,11 +142,10 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
 def add_story(folder: Path, plan: Plan, teacher: str) -> None:
     """Say in the card of a model that is not measured yet what it was made of, and how."""
     file = folder / "README.md"
-    if file.exists():
-        card = ModelCard.load(file, ignore_metadata_errors=True)
-        made_of = f"Made of `{teacher}`. {' '.join(story(plan))}"
-        card.content = f"{card.content.rstrip()}\n\n{made_of}\n"
-        card.save(file)
+    card = ModelCard.load(file, ignore_metadata_errors=True) if file.exists() else ModelCard("")
+    made_of = f"Made of `{teacher}`. {' '.join(story(plan))} Nothing was measured yet."
+    card.content = f"{card.content.rstrip()}\n\n{made_of}\n".lstrip()
+    card.save(file)
 
 
 def add_results(path: Path, results: Results) -> None:
