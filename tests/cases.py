@@ -11,9 +11,9 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, set_seed
 import hf_memory
 from hf_memory.cache import LAYER_TYPES
 from hf_memory.mixers.levels import LevelWeights
-from hf_memory.mixers.pasts import register_eviction
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
 from hf_memory.mixers.windowed import Sinks
+from hf_memory.modeling import register_eviction
 
 NEW = 6  # tokens that `generate` writes
 WORDS = [

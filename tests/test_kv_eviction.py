@@ -9,7 +9,10 @@ from comparing import assert_close
 from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import POLICIES, Kept, New, register_eviction
+from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.policy import POLICIES
+from hf_memory.mixers.pasts.rows import New
+from hf_memory.modeling import register_eviction
 from hf_memory.ops.kv_eviction import Block, change_of_output, chunk, received_attention
 
 MEMORY = Kept(size=5, first=2, kept=4, block=3)

@@ -56,7 +56,8 @@ from hf_memory.files import documents, fingerprints, tokenised
 from hf_memory.integrations import native
 from hf_memory.integrations.vllm import states
 from hf_memory.mixers import base
-from hf_memory.mixers.pasts import Ring, kept
+from hf_memory.mixers.pasts import kept
+from hf_memory.mixers.pasts.ring import Ring
 from hf_memory.mixers.transformer import sparse, store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import checks, context_parallel, depth, loading

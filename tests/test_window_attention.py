@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from comparing import assert_close
 from hf_memory.mixers.attention_blocks import Columns, Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import New, Window, window_attention
+from hf_memory.mixers.pasts.ring import Window, window_attention
+from hf_memory.mixers.pasts.rows import New
 from hf_memory.ops import masks
 
 SCALING = 0.5

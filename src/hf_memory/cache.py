@@ -760,7 +760,7 @@ def set_bits(cache: Cache, bits: CacheBits) -> None:
             layer.bits = bits
         elif isinstance(layer, DynamicLayer | StaticLayer):
             wanted = rows_of(bits, "attention")
-            if layer.get_seq_length() == 0:
+            if not layer.is_initialized or layer.get_seq_length() == 0:
                 _pack_layer(cache, i, wanted)
             elif getattr(layer, "rows", PLAIN) != wanted:
                 _refuse_bits(i, getattr(layer, "rows", PLAIN), wanted)

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import Kept, New
+from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.rows import New
 from hf_memory.ops import OPS, Op
 from hf_memory.ops.attention_in_bits import attention_in_bits
 from hf_memory.ops.bits import BITS, pack

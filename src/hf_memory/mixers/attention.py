@@ -16,7 +16,7 @@ from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Projected, Projections
-from hf_memory.mixers.pasts import of_rows
+from hf_memory.mixers.pasts.rows import of_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.soft_cap import soft_capped
 

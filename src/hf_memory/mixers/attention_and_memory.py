@@ -14,7 +14,8 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Columns
 from hf_memory.mixers.base import Context, Projected, Projections, WholeMixer
-from hf_memory.mixers.pasts import New, Window, window_attention
+from hf_memory.mixers.pasts.ring import Window, window_attention
+from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import all_tokens, everything
 

@@ -10,7 +10,9 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.layers import unit_length, upcast
 from hf_memory.mixers.attention_blocks import full_attention
 from hf_memory.mixers.base import Context, MemoryMixer, Projected
-from hf_memory.mixers.pasts import Everything, New, Ring
+from hf_memory.mixers.pasts.everything import Everything
+from hf_memory.mixers.pasts.ring import Ring
+from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.deltaformer import corrected_values, read
 

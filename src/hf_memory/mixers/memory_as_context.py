@@ -10,7 +10,7 @@ from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.attention_blocks import Blocks, Columns
 from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
-from hf_memory.mixers.pasts import of_rows
+from hf_memory.mixers.pasts.rows import of_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.layout import per_sequence

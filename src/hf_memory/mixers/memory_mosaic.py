@@ -8,7 +8,8 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm, token_before, unit_length, upcast
 from hf_memory.mixers.attention_blocks import Scores, full_attention
 from hf_memory.mixers.base import Context, Projected, WholeMixer
-from hf_memory.mixers.pasts import Everything, New
+from hf_memory.mixers.pasts.everything import Everything
+from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops import linear_attention
 from hf_memory.ops.masks import Mask

@@ -26,7 +26,10 @@ from hf_memory.mixers.attention_blocks import (
 )
 from hf_memory.mixers.base import Context, MemoryMixer, Projected, Projections
 from hf_memory.mixers.far_memory import Leaving
-from hf_memory.mixers.pasts import Everything, Kept, New, Ring
+from hf_memory.mixers.pasts.everything import Everything
+from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.ring import Ring
+from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
 

@@ -3,7 +3,7 @@
 Tests, conversion and the Hub code loop over FAMILIES, which has an entry with the classes of each family.
 """
 
-from hf_memory.mixers.pasts import register_eviction
+from hf_memory.mixers.pasts.policy import register_eviction
 from hf_memory.modeling import (
     delta_net,
     deltaformer,

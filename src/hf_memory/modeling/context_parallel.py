@@ -18,9 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_memory.cache import Inputs, MemoryLayer, Packed, Spec, States, rows_of
+from hf_memory.cache import (
+    PACKED,
+    Inputs,
+    MemoryLayer,
+    Packed,
+    Spec,
+    States,
+    keep_all,
+    set_bits,
+)
 from hf_memory.cache_argument import named_cache
-from hf_memory.cache_bits import ALL_BITS
 from hf_memory.modeling.any_model import check_model, named_arguments
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.chunks import check_divisible
@@ -273,12 +281,15 @@ class _WindowKeys(_Keys, DynamicSlidingWindowLayer):
         return self.cumulative_length
 
 
-class _KeysInBits(Packed, _Keys):
+class _PackedKeys(Packed, _Keys):
     """See `Packed`."""
 
 
-class _WindowKeysInBits(Packed, _WindowKeys):
+class _PackedWindowKeys(Packed, _WindowKeys):
     """See `Packed`."""
+
+
+PACKED.update({_Keys: _PackedKeys, _WindowKeys: _PackedWindowKeys})
 
 
 def _cache(config, link: Link, before: int) -> Cache:
@@ -287,18 +298,16 @@ def _cache(config, link: Link, before: int) -> Cache:
     With gradients, which do not flow through states in few bits, these have all their bits.
     """
     layers: list[Any] = []
-    bits = ALL_BITS if torch.is_grad_enabled() else config.default_bits
-    rows = rows_of(bits, "attention")
-    in_bits = rows.is_packed
     for layer in DynamicCache(config=config).layers:
         if isinstance(layer, MemoryLayer):
             layers.append(_Memory(link, before))
         elif isinstance(layer, DynamicSlidingWindowLayer):
-            of_window = _WindowKeysInBits if in_bits else _WindowKeys
-            layers.append(of_window(link, before, layer.sliding_window))
+            layers.append(_WindowKeys(link, before, layer.sliding_window))
         else:
-            layers.append((_KeysInBits if in_bits else _Keys)(link, before))
-    for layer in layers:
-        layer.bits = bits
-        layer.rows = rows
-    return Cache(layers=layers)
+            layers.append(_Keys(link, before))
+    cache = Cache(layers=layers)
+    if torch.is_grad_enabled():
+        keep_all(cache)
+    else:
+        set_bits(cache, config.default_bits)
+    return cache

@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from hf_memory.feed_forward import FEED_FORWARDS
-from hf_memory.mixers.pasts import POLICIES
+from hf_memory.mixers.pasts.policy import POLICIES
 from hf_memory.modeling.checks import check, check_each, check_rope, check_values, check_word
 
 NORMS = {  # names as in transformers: before and after the mixer, before and after the MLP

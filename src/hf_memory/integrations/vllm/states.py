@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_memory.cache import Spec, States, as_stored, flat, in_numbers, nested
 from hf_memory.mixers.base import Context, Projected
-from hf_memory.mixers.pasts import Kept
+from hf_memory.mixers.pasts.kept import Kept
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.forgetting import ForgettingHeads
 from hf_memory.mixers.windowed import WindowedMixer

@@ -24,13 +24,8 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts.policy import POLICIES
 from hf_memory.mixers.pasts.rows import New, Seen, of_rows, take
 from hf_memory.ops.exported import first_tokens
-from hf_memory.ops.kv_eviction import (
-    Rule,
-    places_that_stay,
-    retained_attention,
-    rows_at,
-    score_after,
-)
+from hf_memory.ops.kv_eviction import Rule, retained_attention
+from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at, score_after
 from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import Tokens
 from hf_memory.ops.rows import Rows

@@ -17,7 +17,9 @@ from hf_memory.mixers.attention_blocks import (
     near_blocks,
 )
 from hf_memory.mixers.base import Context, MemoryMixer, Projected
-from hf_memory.mixers.pasts import Everything, New, Past, Window
+from hf_memory.mixers.pasts.everything import Everything
+from hf_memory.mixers.pasts.ring import Window
+from hf_memory.mixers.pasts.rows import New, Past
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.forgetting import BoundedKeys, ForgetGates, counts, kept_heads
 from hf_memory.mixers.transformer.patterns import pattern_of

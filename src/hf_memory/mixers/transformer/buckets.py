@@ -19,7 +19,9 @@ from hf_memory.mixers.attention_blocks import (
     joined_softmax,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import Everything, New, Window, window_attention
+from hf_memory.mixers.pasts.everything import Everything
+from hf_memory.mixers.pasts.ring import Window, window_attention
+from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ

@@ -9,7 +9,7 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.gates import SigmoidDecay
-from hf_memory.mixers.pasts import Kept
+from hf_memory.mixers.pasts.kept import Kept
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import Part, WindowedMixer
 from hf_memory.ops.gate_channels import PARTS, UNIT, GateChannels

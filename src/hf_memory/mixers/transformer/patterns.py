@@ -4,7 +4,7 @@ from collections.abc import Callable
 from operator import or_
 from typing import Any, NamedTuple
 
-from hf_memory.mixers.pasts import Window
+from hf_memory.mixers.pasts.ring import Window
 from hf_memory.ops.masks import (
     Mask,
     bigbird,

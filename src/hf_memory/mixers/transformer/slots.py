@@ -21,7 +21,8 @@ from hf_memory.mixers.attention_blocks import (
     near_blocks,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import Past, last, last_tokens, take
+from hf_memory.mixers.pasts.ring import last, last_tokens
+from hf_memory.mixers.pasts.rows import Past, take
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
 from hf_memory.mixers.transformer.windows import SegmentMixer, segment_window
 from hf_memory.ops.masks import Tokens, slots_before

@@ -19,7 +19,8 @@ from hf_memory.mixers.attention_blocks import (
     joined_softmax,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import Everything, take
+from hf_memory.mixers.pasts.everything import Everything
+from hf_memory.mixers.pasts.rows import take
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.patterns import exact_with_pattern, pattern_of
 from hf_memory.ops.exported import first_tokens, in_blocks, pieces, varies

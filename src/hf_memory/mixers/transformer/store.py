@@ -18,7 +18,8 @@ from hf_memory.mixers.attention_blocks import (
     softmax_of,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import Past, Window, columns
+from hf_memory.mixers.pasts.ring import Window, columns
+from hf_memory.mixers.pasts.rows import Past
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
 from hf_memory.ops.exported import first_tokens, sums_of_rows, varies

@@ -18,7 +18,8 @@ from hf_memory.mixers.attention_blocks import (
     rows_of,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import New, Past, Window, columns, take, window_attention
+from hf_memory.mixers.pasts.ring import Window, columns, window_attention
+from hf_memory.mixers.pasts.rows import New, Past, take
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.forgetting import counts, kept_heads

@@ -10,7 +10,7 @@ from hf_memory.cache import Spec, State
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Context, MemoryMixer, Projected, States
 from hf_memory.mixers.gates import StepDecay
-from hf_memory.mixers.pasts import last_tokens
+from hf_memory.mixers.pasts.ring import last_tokens
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops import linear_attention
 from hf_memory.ops.layout import blank, repeat_heads

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_memory.ops.dispatch import Backend, choose_backend
 from hf_memory.ops.kv_eviction import chunk
-from hf_memory.ops.kv_eviction.chunk import Rule, places_that_stay, rows_at, score_after
+from hf_memory.ops.kv_eviction.chunk import Rule
 from hf_memory.ops.kv_eviction.policies import (
     DECAY,
     Block,
@@ -24,12 +24,9 @@ __all__ = [
     "EvictionPolicy",
     "Rule",
     "change_of_output",
-    "places_that_stay",
     "random_choice",
     "received_attention",
     "retained_attention",
-    "rows_at",
-    "score_after",
 ]
 
 # largest tile of keys that a program can hold, by bytes of a number
