@@ -15,7 +15,7 @@ from hf_memory.mixers.pasts.rows import New
 from hf_memory.modeling import register_eviction
 from hf_memory.ops.kv_eviction import Block, change_of_output, chunk, received_attention
 
-MEMORY = Kept(size=5, first=2, kept=4, block=3)
+MEMORY = Kept(window=5, first=2, kept=4, block=3)
 
 
 every_policy = pytest.mark.parametrize("policy", POLICIES)
@@ -55,7 +55,7 @@ def definition(q, k, v, memory=MEMORY, scale=0.3, softcap=None, other=None):
                 *(x[None, None] for x in (q[of_block].transpose(0, 1), *seen, received, found))
             )
             worth[held] = POLICIES[memory.policy](block)[0, 0].detach()
-            always = [j for j in held if j < memory.first or j > t - memory.size]
+            always = [j for j in held if j < memory.first or j > t - memory.window]
             others = sorted({*held} - {*always}, key=lambda j: (-worth[j], j))
             held = sorted(always + others[: memory.stay - len(always)])
     return torch.stack(outputs), held
@@ -139,7 +139,7 @@ def test_equals_its_definition(policy, T, scores, softcap, monkeypatch):
     assert_close(*(torch.autograd.grad((x * do).sum(), inputs) for x in (o, reference)))
 
 
-@pytest.mark.parametrize("sizes", [{}, {"size": 2, "kept": 7, "block": 16, "first": 0}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"window": 2, "kept": 7, "block": 16, "first": 0}], ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @every_policy
 def test_kernel_decides_as_its_definition(policy, sizes, softcap):
@@ -265,7 +265,7 @@ def test_a_layer_keeps_the_tokens_that_its_config_says(beside, pieces):
     """A sink takes its share of the output, and not of what tokens have received."""
     options = OPTIONS | BESIDE[beside]
     memories = [
-        Kept(size=3, first=2, kept=kept, block=2)
+        Kept(window=3, first=2, kept=kept, block=2)
         for kept in MemoryTransformerConfig(**SIZES, **KINDS, **options).kept_tokens[1]
     ]
     model = _model(options)

@@ -613,7 +613,7 @@ def as_declared(states: States, before: States, spec: Spec, dtype: torch.dtype) 
 
 
 def in_numbers(stored: States, spec: Spec, dtype: torch.dtype) -> States:
-    """States as the mixers of a model of a dtype see them: those that `State.rounded` declares are unpacked."""
+    """States as the mixers of a model of a dtype see them: those that the cache packs are unpacked."""
     states = dict(stored)
     for name, state in spec.items():
         if state.numbers is not None and name in stored:
@@ -699,7 +699,7 @@ def hold_a_memory(cache: Cache, layer_idx: int) -> None:
     cache.layers[layer_idx] = memory
 
 
-def rows_of(bits: CacheBits, kind: str | None) -> Rows:
+def storage_of(bits: CacheBits, kind: str | None) -> Rows:
     """How keys and values of a kind are stored in a cache of these bits; None: of no kind that can have few bits."""
     if kind is None or bits is ALL_BITS:
         return PLAIN
@@ -715,7 +715,7 @@ def keep_keys_and_values(cache: Cache, layer_idx: int, default: CacheBits) -> No
     layers = cache.layers
     if layer_idx < len(layers) and hasattr(layers[layer_idx], "rows"):
         return
-    rows = rows_of(default, "attention")
+    rows = storage_of(default, "attention")
     if layer_idx >= len(layers):
         if rows.is_packed:
             layers.extend(DynamicLayer() for _ in range(layer_idx + 1 - len(layers)))
@@ -759,7 +759,7 @@ def set_bits(cache: Cache, bits: CacheBits) -> None:
                 _refuse_bits(i, layer.bits, bits)
             layer.bits = bits
         elif isinstance(layer, DynamicLayer | StaticLayer):
-            wanted = rows_of(bits, "attention")
+            wanted = storage_of(bits, "attention")
             if not layer.is_initialized or layer.get_seq_length() == 0:
                 _pack_layer(cache, i, wanted)
             elif getattr(layer, "rows", PLAIN) != wanted:

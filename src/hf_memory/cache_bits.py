@@ -19,12 +19,12 @@ class CacheBits:
     """
 
     by_kind: tuple[tuple[str, int], ...] = ()
-    of_rows: int | None = None  # of all keys and values of tokens
+    of_all_rows: int | None = None  # of all keys and values of tokens
 
     def of(self, kind: str | None) -> int | None:
         """Bits of each number of a kind of states; None: all."""
-        if self.of_rows is not None and kind is not None and kind != RECURRENT:
-            return self.of_rows
+        if self.of_all_rows is not None and kind is not None and kind != RECURRENT:
+            return self.of_all_rows
         return next((bits for name, bits in self.by_kind if name == kind), None)
 
 
@@ -41,7 +41,7 @@ def read_bits(given: Any) -> CacheBits:
         return ALL_BITS
     if not isinstance(given, dict):
         _check(given, "cache_bits", BITS, " or None, or a dict of bits by kind")
-        return CacheBits(of_rows=given)
+        return CacheBits(of_all_rows=given)
     by_kind: dict[str, int] = {}
     for kind, bits in given.items():
         name = f"cache_bits of {kind!r}"

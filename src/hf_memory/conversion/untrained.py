@@ -39,7 +39,8 @@ def make_student(
         to: the student's family, a name in STUDENTS.
         keep: the layers that keep the teacher's attention, as numbers or words; see `Keep.parse`.
         seed: seed for the random weights.
-        **options: fields of the family's config, such as `gate`, which replace the presets of a student.
+        **options: fields of the family's config, such as `gate`, which replace the presets of a student. `cache_bits`,
+            of which no weight depends, is none unless it is given.
 
     Raises:
         ValueError: if the teacher or the family is not supported, or a layer does not exist.
@@ -48,7 +49,8 @@ def make_student(
     config = teacher.config
     given = Keep.parse(keep)
     kept = given.layers_of(config.num_hidden_layers)
-    all_options = student_options(Recipe(to, given, options), given, config)
+    in_all_bits: dict[str, Any] = {"cache_bits": None}
+    all_options = student_options(Recipe(to, given, in_all_bits | options), given, config)
     return build(student_config(config, to, kept, all_options), teacher, seed)
 
 

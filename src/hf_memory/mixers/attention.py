@@ -9,14 +9,14 @@ from hf_memory.cache import (
     Spec,
     check_keys_and_values,
     keep_keys_and_values,
-    rows_of,
+    storage_of,
     update,
 )
 from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
 from hf_memory.layers import upcast
 from hf_memory.mixers.base import Projected, Projections
-from hf_memory.mixers.pasts.rows import of_rows
+from hf_memory.mixers.pasts.rows import states_of_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.soft_cap import soft_capped
 
@@ -39,7 +39,7 @@ class AttentionMixer(Convertible, Projections):
             config.sliding_window if config.layer_types[layer_idx].startswith("sliding") else None
         )
         at_most = None if window is None else window - 1
-        keys, values = of_rows("attention", (heads,), K, V, growth="token", at_most=at_most)
+        keys, values = states_of_rows("attention", (heads,), K, V, growth="token", at_most=at_most)
         return {"keys": keys, "values": values}
 
     def check_cache(self, cache: Cache, layer_idx: int) -> None:
@@ -88,7 +88,7 @@ class AttentionMixer(Convertible, Projections):
         """New keys and values [B, H, T, D] after those of a cache, if there is one, as queries see them."""
         bits = self.default_bits
         if cache is None:
-            rows = rows_of(bits, "attention")
+            rows = storage_of(bits, "attention")
             return rows.seen(k, v, *rows.stored(k, v))
         keep_keys_and_values(cache, self.layer_idx, bits)
         return update(cache, self.layer_idx, k, v)

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.cache import Spec, State, States, nested, rows_of
+from hf_memory.cache import Spec, State, States, nested, storage_of
 from hf_memory.layers import RMSNorm, upcast
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.attention_blocks import Blocks, Columns
 from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
-from hf_memory.mixers.pasts.rows import of_rows
+from hf_memory.mixers.pasts.rows import states_of_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.layout import per_sequence
@@ -41,7 +41,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         """The memory's states, its weights at the start of the segment, and the segment's keys and values so far."""
         memory = NeuralMemoryMixer.state_spec(config, layer_idx)
         _, heads, _, D, _ = config.attention_heads
-        keys, values = of_rows("window", (config.segment_length, 2, heads), D, D)
+        keys, values = states_of_rows("window", (config.segment_length, 2, heads), D, D)
         return {
             "then": memory["weights"],
             "offset": State((), torch.long, largest=config.segment_length),
@@ -172,7 +172,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         self, k: Tensor, v: Tensor, places: Tensor, context: Context
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Pairs [B, T, 2, H, D] at places [B, T] among those of the states, as tokens see them; and the new states."""
-        rows = rows_of(context.bits, "window")
+        rows = storage_of(context.bits, "window")
         held = context.states["keys"], context.states["values"]
         new = rows.stored(k, v)
         stored = [_put(x, y, places) for x, y in zip(held, new)]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_memory.cache import Spec, State, States, rows_of
+from hf_memory.cache import Spec, State, States, storage_of
 from hf_memory.convertible import ObservedAttention
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import (
@@ -76,10 +76,8 @@ class Part(NamedTuple):
             return x[:, :, self.slices[0]]
         return torch.cat([x[:, :, here] for here in self.slices], 2)
 
-    def spec(self, groups: int, channels: int) -> Spec:
-        """The states of its heads, each with so many queries and channels."""
-        if isinstance(self.past, Kept):
-            return self.past.spec(len(self.heads), groups, channels)
+    def spec(self, channels: int) -> Spec:
+        """The states of its heads, each with so many channels."""
         return self.past.spec(len(self.heads), channels, channels)
 
 
@@ -90,7 +88,7 @@ class WindowedMixer(MemoryMixer):
     sees_positions = True  # as attention does, which also has these heads and norms
     heads = Projections.heads
     normalizes = Projections.normalizes
-    can_be_packed = True  # whether keys and values can be stored in few bits
+    can_have_few_bits = True  # whether keys and values can be stored in few bits
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -128,10 +126,9 @@ class WindowedMixer(MemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`; those of heads that keep everything grow with the text, unless they have a window."""
-        groups = config.num_attention_heads // config.num_key_value_heads
         spec: Spec = {"tokens_read": State((), torch.long)}
         for part in cls.parts_of(config, layer_idx):
-            spec |= part.spec(groups, cls.kept_channels(config))
+            spec |= part.spec(cls.kept_channels(config))
         heads = len(_near_heads(config, layer_idx))
         if heads and config.layer_types[layer_idx] == "sliding_memory":
             spec |= config.far_memory.state_spec(config, heads)
@@ -148,7 +145,8 @@ class WindowedMixer(MemoryMixer):
             return cls.window(config)
         sizes = config.sliding_window, config.num_sink_tokens, kept, config.kept_block_size
         prefix = "" if is_alone else f"kept_{kept}_"
-        return Kept(*sizes, config.eviction, cls.kind("window"), prefix)
+        groups = config.num_attention_heads // config.num_key_value_heads
+        return Kept(*sizes, config.eviction, cls.kind("window"), prefix, groups)
 
     @classmethod
     def window(cls, config) -> Ring:
@@ -167,7 +165,7 @@ class WindowedMixer(MemoryMixer):
     @classmethod
     def kind(cls, name: str) -> str | None:
         """What `cache_bits` calls keys and values; None: nothing, since they need all their bits."""
-        return name if cls.can_be_packed else None
+        return name if cls.can_have_few_bits else None
 
     @classmethod
     def packable_states(cls, config, layer_idx: int) -> list[str]:
@@ -253,7 +251,7 @@ class WindowedMixer(MemoryMixer):
     def new_rows(self, parts: list[Part], k: Tensor, v: Tensor, context: Context) -> list[New]:
         """New keys and values [B, T, H, D] of each part: stored in one call if all heads store them alike."""
         kinds = [part.past.kind for part in parts]
-        if len(parts) < 2 or len({rows_of(context.bits, kind) for kind in kinds}) > 1:
+        if len(parts) < 2 or len({storage_of(context.bits, kind) for kind in kinds}) > 1:
             rows = zip(parts, kinds)
             return [New.of(part.of(k), part.of(v), kind, context) for part, kind in rows]
         whole = New.of(k, v, kinds[0], context)

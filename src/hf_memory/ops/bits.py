@@ -35,9 +35,8 @@ NAN_OF_SHORT = 0x7F80  # the bits of a bfloat16 that is not finite are at least 
 
 def packed_bytes(channels: int, bits: int) -> int:
     """Bytes of a packed row of so many channels: an even number, since scales have two bytes."""
-    if bits == 8:
-        return 2 + channels + channels % 2
-    return 4 * _groups(channels) + _code_bytes(channels)
+    of_bits = {8: 2 + channels + channels % 2, 4: 4 * _groups(channels) + _code_bytes(channels)}
+    return of_bits[bits]
 
 
 def pack(x: Tensor, bits: int) -> Tensor:
@@ -116,7 +115,7 @@ def _pack(x: Tensor, bits: int) -> Tensor:
     x = upcast(x)
     # in float64, whose sums are the same numbers in float32 whatever their order
     x = rotated(x.double()).to(x.dtype)
-    return _pack_row(x) if bits == 8 else _pack_groups(x)
+    return PACKING[bits](x)
 
 
 def _pack_row(x: Tensor) -> Tensor:
@@ -142,6 +141,10 @@ def _pack_groups(x: Tensor) -> Tensor:
     both = torch.add(first, second, alpha=16)
     numbers = _bytes_of(torch.cat([scale, least], -2).flatten(-2))
     return torch.cat([numbers, both.to(torch.uint8)], -1)
+
+
+# how a rotated row is packed, by the bits of a number
+PACKING = {8: _pack_row, 4: _pack_groups}
 
 
 def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import Columns, Scores, full_attention
 from hf_memory.mixers.base import Context, written
-from hf_memory.mixers.pasts.rows import Before, New, Past, Seen, of_rows
+from hf_memory.mixers.pasts.rows import Before, New, Past, Seen, states_of_rows
 from hf_memory.ops.masks import Tokens, causal
 
 
@@ -20,7 +20,7 @@ class Everything(NamedTuple):
 
     def spec(self, heads: int, K: int, V: int) -> Spec:
         """The states `keys` and `values` [B, tokens, H, D], and `positions` [B, tokens], -1 at padding."""
-        keys, values = of_rows(self.kind, (heads,), K, V, growth="token")
+        keys, values = states_of_rows(self.kind, (heads,), K, V, growth="token")
         positions = State((), torch.int32, "token", absent=-1)
         return self._named(keys, values, positions)
 

@@ -22,7 +22,7 @@ from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts.policy import POLICIES
-from hf_memory.mixers.pasts.rows import New, Seen, of_rows, take
+from hf_memory.mixers.pasts.rows import New, Seen, states_of_rows, take
 from hf_memory.ops.exported import first_tokens
 from hf_memory.ops.kv_eviction import Rule, retained_attention
 from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at, score_after
@@ -50,33 +50,35 @@ class Entries(NamedTuple):
         return {prefix + name: x for name, x in self._asdict().items()}
 
     @property
-    def rows(self) -> tuple[Any, Any, Any]:
-        """Keys, values and numbers."""
+    def of_tokens(self) -> tuple[Any, Any, Any]:
+        """What each entry has: key, value and number."""
         return self.keys, self.values, self.number
 
 
 class Kept(NamedTuple):
     """The tokens that stay for each head: the first ones, those of the window, and `kept` others."""
 
-    size: int  # number of last tokens that stay; queries later in a block see more, since its tokens join them
+    window: int  # number of last tokens that stay; queries later in a block see more, since its tokens join them
     first: int  # number of first tokens that stay
     kept: int  # number of other tokens that stay
     block: int  # number of tokens after which it is decided which ones stay
     policy: str = "received_attention"
     kind: str | None = "window"  # what `cache_bits` calls its states
     prefix: str = ""  # of the names of its states
+    groups: int = 1  # number of queries of each key-value head
 
     @property
     def stay(self) -> int:
         """Number of tokens that stay after a block."""
-        return self.first + self.kept + self.size
+        return self.first + self.kept + self.window
 
-    def spec(self, heads: int, groups: int, D: int) -> Spec:
+    def spec(self, heads: int, K: int, V: int) -> Spec:
         """The states, those of `Entries`."""
-        keys, values = of_rows(self.kind, (heads, self.stay + self.block), D, D)
+        keys, values = states_of_rows(self.kind, (heads, self.stay + self.block), K, V)
         number = State((heads, self.stay + self.block), torch.int32)
-        queries = State((heads * groups, self.block, D), None)
-        return Entries(keys, values, number, State((heads, self.stay)), queries).states(self.prefix)
+        queries = State((heads * self.groups, self.block, K), None)
+        score = State((heads, self.stay))
+        return Entries(keys, values, number, score, queries).states(self.prefix)
 
     def attend(
         self, q: Tensor, new: New, tokens: Tokens, context: Context, scores: Scores
@@ -111,7 +113,7 @@ class Kept(NamedTuple):
         return Rule(
             self.block,
             self.first,
-            self.size,
+            self.window,
             POLICIES[self.policy],
             scores.scaling,
             scores.softcap or 0.0,
@@ -185,10 +187,10 @@ class Kept(NamedTuple):
 
         of_entries = number[:, None].expand(*entries.number.shape[:2], -1)
         numbers = torch.cat([entries.number[:, :, :n], of_entries], 2)
-        keys, values = map(with_new, entries.rows[:2], (new.stored_keys, new.stored_values))
+        keys, values = map(with_new, entries.of_tokens[:2], (new.stored_keys, new.stored_values))
         seen = keys, values
         if new.rows.is_packed:
-            held = new.before(*entries.rows[:2])
+            held = new.before(*entries.of_tokens[:2])
             k, v = map(with_new, held, new.seen)
             seen = k, v
         queries = of_blocks(entries.queries.to(q.dtype), q)
@@ -235,7 +237,7 @@ class Kept(NamedTuple):
             return self._write_padded(held, q, new, context)
         ends = self._write_at(held, q, new, position)
         place = position % self.block
-        keys, values, number = (x.narrow(2, 0, self.stay + place + 1) for x in held.rows)
+        keys, values, number = (x.narrow(2, 0, self.stay + place + 1) for x in held.of_tokens)
         # When a block begins after `stay` tokens or more, none of the entries that stay is empty.
         visible = None if position - place >= self.stay else number > 0
         return Seen(keys, values, visible, new.rows, context.backend), ends
@@ -273,10 +275,10 @@ class Kept(NamedTuple):
         place = (position % self.block)[:, None]
         at = self.stay + place
         rows = (x.transpose(1, 2) for x in (new.stored_keys, new.stored_values))
-        for x, y in zip(held.rows, (*rows, (position + 1)[:, None])):
+        for x, y in zip(held.of_tokens, (*rows, (position + 1)[:, None])):
             _write(x, at, y)
         _write(held.queries, place, q.flatten(2, 3).transpose(1, 2))
-        keys, values, number = held.rows
+        keys, values, number = held.of_tokens
         ends = place == self.block - 1
         may_end = is_tracing(ends) or ends.device.type != "cpu" or bool(ends.any())
         seen = Seen(keys, values, number > 0, new.rows, context.backend)
@@ -307,7 +309,7 @@ class Kept(NamedTuple):
 
     def _keep_best(self, held: Entries, rows: Rows, scores: Scores, ends: Tensor) -> None:
         """The same for entries as they are stored, of which some rows end a block, [B or 1, 1, 1] bool."""
-        keys, values, number = held.rows
+        keys, values, number = held.of_tokens
         n = self.stay
         like = held.queries
         k, v = rows.numbers(keys, values, like, like)
@@ -316,9 +318,9 @@ class Kept(NamedTuple):
         before = F.pad(held.score, (0, self.block))
         now = score_after(q, k, v, number, before, self._rule(scores))
         worth = torch.where(ends, now, before)
-        best = places_that_stay(number, worth, ends, n, self.first, self.size)
+        best = places_that_stay(number, worth, ends, n, self.first, self.window)
         held.score.copy_(worth.gather(2, best))
-        for x in held.rows:
+        for x in held.of_tokens:
             x[:, :, :n] = rows_at(x, best)
             x[:, :, n:].masked_fill_(expand_dims_like(ends, x), 0)
         held.queries.masked_fill_(ends[..., None], 0)

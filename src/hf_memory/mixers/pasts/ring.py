@@ -19,7 +19,15 @@ from hf_memory.mixers.attention_blocks import (
     rows_of,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts.rows import Before, New, Past, Seen, first_of_packed, of_rows, take
+from hf_memory.mixers.pasts.rows import (
+    Before,
+    New,
+    Past,
+    Seen,
+    first_of_packed,
+    states_of_rows,
+    take,
+)
 from hf_memory.ops.exported import varies
 from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
@@ -43,7 +51,7 @@ class Ring(NamedTuple):
 
     def spec(self, heads: int, K: int, V: int) -> Spec:
         """The states `keys` and `values`."""
-        keys, values = of_rows(self.kind, (self.first + self.size, heads), K, V)
+        keys, values = states_of_rows(self.kind, (self.first + self.size, heads), K, V)
         return self._named(keys, values)
 
     @property
@@ -241,7 +249,8 @@ class Window(NamedTuple):
     first: int = 0  # number of first tokens that are seen from everywhere
     prefix: str = ""  # of the names of its states
     spare: int = 0  # number of tokens that are kept before the window
-    has_gaps: bool = False  # whether some tokens within reach are not seen
+    # whether a text that is no longer than `reach` has tokens that are not seen
+    has_gaps: bool = False
     kinds: int = 1  # number of heads with different masks; further heads repeat these
     kind: str | None = "window"  # what `cache_bits` calls its states
 

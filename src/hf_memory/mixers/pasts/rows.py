@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memory.cache import State, rows_of
+from hf_memory.cache import State, storage_of
 from hf_memory.mixers.attention_blocks import Attended, Blocks, Columns, Scores, near_blocks
 from hf_memory.mixers.base import Context
 from hf_memory.ops.attention_in_bits import attention_in_bits, reads_bytes
@@ -28,7 +28,7 @@ class New(NamedTuple):
     @classmethod
     def of(cls, k: Tensor, v: Tensor, kind: str | None, context: Context) -> "New":
         """New keys and values, for states of a kind that `cache_bits` can name."""
-        rows = rows_of(context.bits, kind)
+        rows = storage_of(context.bits, kind)
         if not rows.is_packed:
             return cls(k, v, k, v, rows)
         return cls(k, v, *rows.stored(k, v), rows)
@@ -36,7 +36,7 @@ class New(NamedTuple):
     @classmethod
     def of_keys(cls, k: Tensor, v: Tensor, kind: str | None, context: Context) -> "New":
         """The same where values keep all their bits."""
-        rows = Rows(rows_of(context.bits, kind).key_bits)
+        rows = Rows(storage_of(context.bits, kind).key_bits)
         return cls(k, v, *rows.stored(k, v), rows)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "New":
@@ -65,7 +65,9 @@ class New(NamedTuple):
         return self.rows.numbers(keys, values, self.keys, self.values)
 
 
-def of_rows(kind: str | None, shape: tuple[int, ...], K: int, V: int, **growth: Any) -> list[State]:
+def states_of_rows(
+    kind: str | None, shape: tuple[int, ...], K: int, V: int, **growth: Any
+) -> list[State]:
     """The states of keys and of values of a kind, [B, *shape, channels] each."""
     return [
         State((*shape, channels), None, kind=kind and f"{kind}.{part}", **growth)

@@ -34,7 +34,7 @@ class TransformerMixer(MemoryMixer):
     """
 
     takes_packed = True  # whether `attend` keeps packed sequences apart
-    can_be_packed = True  # whether keys and values can be stored in few bits
+    can_have_few_bits = True  # whether keys and values can be stored in few bits
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -74,7 +74,7 @@ class TransformerMixer(MemoryMixer):
     @classmethod
     def kind(cls, config, layer_idx: int) -> str | None:
         """What `cache_bits` calls keys and values; None with forget gates, whose sums are channels of keys."""
-        if not cls.can_be_packed or config.position == "forget":
+        if not cls.can_have_few_bits or config.position == "forget":
             return None
         return "window" if config.layer_types[layer_idx] == "sliding_heads" else "memory"
 

@@ -112,7 +112,7 @@ class ReformerMixer(TransformerMixer):
     """A bucket is a hash: the nearest of random directions and their negatives. https://arxiv.org/abs/2001.04451."""
 
     takes_packed = False
-    can_be_packed = False
+    can_have_few_bits = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -166,7 +166,7 @@ class RoutingMixer(TransformerMixer):
     their own, and states that hold only the window.
     """
 
-    can_be_packed = False
+    can_have_few_bits = False
 
     padding_last = True
     takes_packed = False

@@ -116,7 +116,7 @@ class ForgettingHeads(PlainHeads):
     Keys have sums of gates in further channels, which need all their bits.
     """
 
-    can_be_packed = False
+    can_have_few_bits = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)

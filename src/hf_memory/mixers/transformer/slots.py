@@ -81,7 +81,7 @@ class CompressiveMixer(SegmentMixer):
     tokens, and not by the prediction loss.
     """
 
-    can_be_packed = False
+    can_have_few_bits = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -215,7 +215,7 @@ class MostUsedMixer(SegmentMixer):
     rotated. A block gets its slot when no token sees the block any more, since its u_j are then known.
     """
 
-    can_be_packed = False
+    can_have_few_bits = False
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

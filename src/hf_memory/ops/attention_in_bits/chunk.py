@@ -13,7 +13,7 @@ So there queries and weights are multiplied once for each group, as further rows
 rotated: queries are rotated for the scores, and outputs are turned back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def attention(
     B, H, G, D = q.shape
     S = keys[0].shape[1]
     q = rotated(upcast(q).mul(scale)).view(B * H, G, D)
-    scores = (_products if rows.key_bits == 8 else _products_of_groups)(q, keys)
+    scores = PRODUCTS[rows.key_bits](q, keys)
     scores = soft_capped(scores.view(B, H, G, S), softcap)
     if visible is not None:
         hidden = ~visible[:, :, None]
@@ -51,7 +51,7 @@ def attention(
     if visible is not None:
         weights.masked_fill_(hidden, 0)  # of a row that sees nothing
     p = weights.view(B * H, G, S)
-    o = (_sums if rows.value_bits == 8 else _sums_of_groups)(p, values, D)
+    o = SUMS[rows.value_bits](p, values, D)
     mass = scores.logsumexp(-1) if needs_mass else None
     return rotated(o).view(B, H, G, D), mass
 
@@ -107,6 +107,11 @@ def _sums_of_groups(p: Tensor, parts: Sequence[Tensor], D: int) -> Tensor:
     sums = _of_codes(_of_all(products))
     own = sums.view(rows, G, n, n, GROUP).diagonal(0, 2, 3).mT
     return (own + torch.bmm(p, least.mT).unsqueeze(3)).view(rows, G, D)
+
+
+# with keys, and of values, by the bits of their numbers
+PRODUCTS: dict[int | None, Callable] = {8: _products, 4: _products_of_groups}
+SUMS: dict[int | None, Callable] = {8: _sums, 4: _sums_of_groups}
 
 
 def _of_all(parts: list[Tensor]) -> Tensor:

@@ -11,7 +11,9 @@ LEAST_REST = 1e-3  # the least that is left of a softmax without an entry
 
 @dataclass
 class Block:
-    """A block of c tokens that is complete, and what its queries saw: n entries, of which the last c are the block.
+    """A block of c tokens, and what its queries saw: n entries, of which the last c are the block.
+
+    What a policy says of it counts when the block is complete.
 
     Attributes:
         queries: [B, H, G, c, D], the G queries of each head of keys at each token of the block.
