@@ -153,9 +153,7 @@ def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int)
     learner = _learner(stage, plan, shape, half, again)
     teacher = Work(0, 0)
     if stage.slot == "distillation" and stage.cross_entropy < 1:
-        teacher = _over_layers(
-            [plan.scorer or plan.teacher], partial(_of_model, shape=shape, half=half)
-        )
+        teacher = _over_layers([plan.teacher], partial(_of_model, shape=shape, half=half))
     logits = _logits(stage, plan, shape, half)
     reads_teacher = teacher.flops > 0 or stage.slot == "transfer"
     parts = {
