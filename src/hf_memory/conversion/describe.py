@@ -301,7 +301,10 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
         if stage.cross_entropy
         else ""
     )
-    return f"Then {learner} trained to predict what the teacher predicts (distillation: KL divergence of the logits{mix})."
+    return (
+        f"Then {learner} trained to predict what the teacher predicts "
+        f"(distillation: KL divergence of the logits{mix})."
+    )
 
 
 def _kept(plan: Plan) -> str:

@@ -101,9 +101,8 @@ class Prepared(NamedTuple):
     tokenizer: Any
     tokens: Text  # the training text
     held_out: Text
-    known: (
-        record.Record
-    )  # what a stopped call has measured; and how the model was made, if it was saved
+    # what a stopped call has measured; and how the model was made, if it was saved
+    known: record.Record
 
     @property
     def made(self) -> dict[str, Any] | None:
