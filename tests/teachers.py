@@ -165,15 +165,14 @@ def text(length=200):
     return random_tokens(length, seed=1)
 
 
-def convert(teacher, tokens, *, run=Run(), quantized=None, scorer=None, **recipe):
+def convert(teacher, tokens, *, run=Run(), quantized=None, **recipe):
     """A conversion by the parts of its recipe; what is no part of one is an option of the student's."""
     options = {
         name: recipe.pop(name) for name in list(recipe) if name not in Recipe.__dataclass_fields__
     }
     recipe = Recipe(**{"to": "linear", "keep": "none", **recipe}, options=options)
-    scores = scorer and scorer.config
-    plan = resolve(recipe, teacher.config, tokens, scores)
-    return conversion.convert(teacher, tokens, plan, run, quantized=quantized, scorer=scorer)
+    plan = resolve(recipe, teacher.config, tokens)
+    return conversion.convert(teacher, tokens, plan, run, quantized=quantized)
 
 
 def same(a, b):

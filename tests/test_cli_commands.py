@@ -56,7 +56,7 @@ def test_a_flag_has_the_same_meaning_in_all_commands():
 
 @pytest.mark.parametrize(
     ("command", "setting"),
-    [("convert", "scored-by"), ("evaluate", "prompts"), ("fine-tune", "max-tokens")],
+    [("convert", "temperature"), ("evaluate", "prompts"), ("fine-tune", "max-tokens")],
 )
 def test_a_setting_that_is_typed_is_said_to_belong_into_a_file(command, setting, run, tmp_path):
     code, _, err = run(command, tmp_path, f"--{setting}", 1)

@@ -370,6 +370,15 @@ def test_attention_alone_may_have_prefixes_of_any_unit():
     assert given.cache_config.prefix_match_unit == 16
 
 
+def test_each_process_has_attention_or_none_has():
+    for full in ([[0], [1]], None):
+        given = make_config(CASE["attention-kept"], full_attention_heads=full)
+        ModelConfig.verify_and_update_config(vllm_config(given, tensor_parallel_size=2))
+    unlike = vllm_config(make_config(CASE["attention-kept"]), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"must have some of full_attention_heads=.*, got 2"):
+        ModelConfig.verify_and_update_config(unlike)
+
+
 @pytest.mark.parametrize("case", ["gla", "transformer"])
 def test_quantised_weights_are_refused(case):
     given = vllm_config(make_config(CASE[case]))

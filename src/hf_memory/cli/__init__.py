@@ -17,12 +17,13 @@ from hf_memory.cli.command import Command
 from hf_memory.cli.terminal import errors
 from hf_memory.files.names import visible
 
+# errors that wrong input can cause
 EXPECTED = (
     ValueError,
     OSError,
     StrictDataclassError,
     SafetensorError,
-)  # errors that wrong input can cause
+)
 FOR_DEVELOPERS = DeprecationWarning, PendingDeprecationWarning, FutureWarning  # of libraries
 
 

@@ -16,7 +16,6 @@ VALUES = {  # what the help calls the value of an argument, by its name; others 
     "student": "STUDENT",
     "model": "MODEL",
     "against": "MODEL",
-    "scored_by": "MODEL",
     "text": "FILE",
     "config": "FILE",
     "output": "FOLDER",

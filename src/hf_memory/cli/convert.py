@@ -114,12 +114,6 @@ class StudentFlags:
             rich_help_panel=ADVANCED,
         ),
     ] = None
-    scored_by: Annotated[
-        str | None,
-        options.in_file(
-            "A model to distil from, with the teacher's vocabulary and usually larger; default: the teacher."
-        ),
-    ] = None
     seed: options.Seed = 0
 
     def recipe(self) -> Recipe:
@@ -164,7 +158,6 @@ def convert(
         student.recipe(),
         flags,
         training,
-        scored_by=student.scored_by,
     )
     if output is None:
         options.say_output(folder)

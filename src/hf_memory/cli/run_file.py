@@ -15,6 +15,7 @@ from hf_memory.files.folders import check_regular
 
 RUN = "run.yaml"
 LONGEST = 2**16  # bytes of a file; usual ones have 2,000
+# flags that do not change a result
 OF_ONE_CALL = {
     "config",
     "gpu",
@@ -22,7 +23,7 @@ OF_ONE_CALL = {
     "goal",
     "overwrite",
     "help",
-}  # flags that do not change a result
+}
 
 
 def parameters_of(context: typer.Context) -> Sequence:

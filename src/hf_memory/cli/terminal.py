@@ -12,11 +12,12 @@ from rich.text import Text
 from hf_memory.files.names import visible
 from hf_memory.progress import IS_FIRST
 
+# text of users and models is not markup
 PLAIN: dict = {
     "markup": False,
     "emoji": False,
     "highlight": False,
-}  # text of users and models is not markup
+}
 
 
 class SafeConsole(Console):

@@ -43,8 +43,6 @@ def request_of(
     recipe: Recipe,
     flags: Flags,
     training: TrainingFlags,
-    *,
-    scored_by: str | None = None,
 ) -> Request:
     """The request that the flags of a command make."""
     sources, weights = read_weights(text)
@@ -57,7 +55,6 @@ def request_of(
         weights=weights,
         max_tokens=training.max_tokens,
         assistant_only=training.assistant_only_loss,
-        scored_by=None if scored_by is None else found(scored_by),
         measure_tokens=training.measure_tokens,
         items=training.items,
         overwrite=training.overwrite,

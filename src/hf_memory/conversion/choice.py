@@ -144,9 +144,8 @@ def chosen_student(recipe: Recipe, choice: Choice, teacher: PreTrainedConfig) ->
     try:
         return student_config(teacher, to, (), {**recipe.options, "full_attention_heads": heads})
     except ValueError as error:
-        student_config(
-            teacher, to, (), recipe.options
-        )  # a fault of the options is reported as such
+        # a fault of the options is reported as such
+        student_config(teacher, to, (), recipe.options)
         given = str(recipe.keep)
         raise ValueError(
             f"keep must be layers for a student of this kind, got {given!r}: {error}"

@@ -47,7 +47,6 @@ def convert(
     run: Run = Run(),
     *,
     quantized: PreTrainedModel | None = None,
-    scorer: PreTrainedModel | None = None,
 ) -> Conversion:
     """Convert a Transformer into a memory model.
 
@@ -63,7 +62,6 @@ def convert(
         run: checkpoints, progress reports and options of the Trainer.
         quantized: the teacher with quantised weights (see `load_quantized`). The student then learns from it, on its
             device, and still gets its weights from `teacher`.
-        scorer: a model of the same vocabulary that scores in distillation, see `resolve`.
 
     Raises:
         ValueError: for what `resolve` refuses, if a plan is of another teacher or text, the checkpoints are of another
@@ -71,16 +69,14 @@ def convert(
         OSError: if a file cannot be written.
     """
     check_model("teacher", teacher)
-    plan = recipe if isinstance(recipe, Plan) else _plan_of(recipe, teacher, tokens, scorer)
+    plan = recipe if isinstance(recipe, Plan) else resolve(recipe, teacher.config, tokens)
     _check_same(plan, teacher, tokens)
-    if (scorer and scorer.config.vocab_size) != (plan.scorer and plan.scorer.vocab_size):
-        raise ValueError(f"scorer must be the one of the plan, got {type(scorer).__name__}")
     observed = teacher.eval() if quantized is None else quantized
     check_run(plan, run)
     check_space(plan, run)
     check_memory(plan, run, observed.device)
     if run.checkpoints and processes().is_main_process:
-        models: dict = {"teacher": teacher, "quantized": quantized, "scorer": scorer}
+        models: dict = {"teacher": teacher, "quantized": quantized}
         models |= {"tokens": tokens, "validation": run.validation}
         record_run(run.checkpoints, plan.describe(run) | models)
     if run.checkpoints:
@@ -90,19 +86,11 @@ def convert(
     student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
     losses = {}
     for stage in plan.stages:
-        scores = scorer if scorer and stage.slot == "distillation" else observed
         losses[stage.name] = _learn(
-            stage, student, scores, tokens, plan, run.of(stage.slot, plan.later(stage))
+            stage, student, observed, tokens, plan, run.of(stage.slot, plan.later(stage))
         )
     student.config.use_cache = True  # the Trainer turns it off
     return Conversion(student, plan, weights, losses)
-
-
-def _plan_of(
-    recipe: Recipe, teacher: PreTrainedModel, tokens: Text | Tensor, scorer: PreTrainedModel | None
-) -> Plan:
-    scores = None if scorer is None else scorer.config
-    return resolve(recipe, teacher.config, tokens, scores)
 
 
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:

@@ -38,9 +38,8 @@ UTILISATION = (
 )
 BLOCKS = 8  # of kept tokens that are counted, at least
 COUNTED = "counted"  # transformers' name of the experts here
-FUSED = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-)  # attention of the CPU, where layers are traced
+# attention of the CPU, where layers are traced
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Device(NamedTuple):
@@ -153,9 +152,7 @@ def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int)
     learner = _learner(stage, plan, shape, half, again)
     teacher = Work(0, 0)
     if stage.slot == "distillation" and stage.cross_entropy < 1:
-        teacher = _over_layers(
-            [plan.scorer or plan.teacher], partial(_of_model, shape=shape, half=half)
-        )
+        teacher = _over_layers([plan.teacher], partial(_of_model, shape=shape, half=half))
     logits = _logits(stage, plan, shape, half)
     reads_teacher = teacher.flops > 0 or stage.slot == "transfer"
     parts = {
@@ -230,9 +227,8 @@ def _logits(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool) -> Wor
 def _over_layers(configs: Sequence[PreTrainedConfig], run: Callable[..., Work]) -> Work:
     """The work of models that are run together, from models with one layer of each kind, and with one of them twice."""
     lists = [
-        [
-            len(x) if isinstance(x, list) else x for x in values
-        ]  # of full heads, only their number matters
+        # of full heads, only their number matters
+        [len(x) if isinstance(x, list) else x for x in values]
         for config in configs
         for values in _per_layer(config).values()
     ]

@@ -27,10 +27,11 @@ WINDOW = 256  # tokens in 16 bits of which heads that do not keep everything hol
 BLOCK = 16  # tokens that heads which keep some read at once
 SHARE = "heads:1/11"  # of the heads keep everything
 SHARE_OF_FEW = "heads:2/3"  # where few layers see everything: with one of its three heads Gemma 3 recalls nothing
+# the teacher's, so that its projections fit
 HEAD_SIZES = (
     "linear_key_head_dim",
     "linear_value_head_dim",
-)  # the teacher's, so that its projections fit
+)
 PRESETS: dict[str, dict] = {
     # learned to imitate softmax
     "linear": {"feature_map": "hedgehog"},
@@ -48,9 +49,8 @@ PRESETS: dict[str, dict] = {
         "output_gate": "sigmoid",
     },
 }
-SERVABLE: dict[
-    str, dict
-] = {  # options with which inference engines can run the student, for most teachers
+# options with which inference engines can run the student, for most teachers
+SERVABLE: dict[str, dict] = {
     # for teachers without q/k norm, with whole layers kept
     "attention": {"attention_sinks": True, "num_kept_tokens": 0, "cache_bits": None},
     "deltanet": {
@@ -62,7 +62,8 @@ SERVABLE: dict[
     # for teachers without q/k norm
     "gated": {"gate": "mamba2", "memory_rope": False},
 }
-SIZES: dict[str, dict] = {  # those of the recipes of SmolLM2, without its layers and heads
+# those of the recipes of SmolLM2, without its layers and heads
+SIZES: dict[str, dict] = {
     "near": {"num_kept_tokens": 505},
     "small": {"num_kept_tokens": 360, "full_attention_window": 2560},
     "constant": {
@@ -76,9 +77,8 @@ TRANSFER = Schedule(100, 3e-3, batch_size=1, length=1024, warmup=0.1, repeats=0.
 DISTILLATION = Schedule(
     250, 1e-4, batch_size=1, length=2048, warmup=0.1, memory_factor=20.0, repeats=0.3
 )
-NEAR = DISTILLATION._replace(
-    steps=20, learning_rate=3e-5
-)  # of students that begin near their teacher
+# of students that begin near their teacher
+NEAR = DISTILLATION._replace(steps=20, learning_rate=3e-5)
 FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
 SHORTEST = 128  # tokens of a window of the default length that was shortened for a text
 

@@ -41,10 +41,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [("text", f"{plan.num_tokens:,} tokens to learn on{chosen}")]
     if plan.recipe.to is not None:
         rows += [("teacher", f"{plan.teacher.model_type}, {plan.teacher_parameters:,} parameters")]
-    if plan.scorer is not None:
-        rows += [("scored by", f"{plan.scorer.model_type}, {plan.scorer_parameters:,} parameters")]
     if plan.recipe.teacher_bits is not None:
-        whole = _megabytes(BYTES * (plan.teacher_parameters + plan.scorer_parameters))
+        whole = _megabytes(BYTES * plan.teacher_parameters)
         size = f"{_megabytes(plan.teacher_bytes)}, beside {whole} in memory of the CPU"
         rows += [(f"teacher in {plan.recipe.teacher_bits} bits", size)]
     rows += [("student", f"{plan.student.model_type}, {plan.student_parameters:,} parameters")]
@@ -159,7 +157,7 @@ def _lora(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
 def _planned(plan: Plan, training: dict, **options) -> tuple[Plan, dict]:
     """The plan of a recipe with other options, for the same text."""
     recipe = replace(plan.given, **options)
-    return resolve(recipe, plan.teacher, plan.text, plan.scorer), training
+    return resolve(recipe, plan.teacher, plan.text), training
 
 
 MEASURES: dict[str, Callable[[Plan, dict], tuple[Plan, dict] | None]] = {
@@ -298,15 +296,15 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
         return f"Then {learner} trained on the text, without its teacher."
     if stage.name == FINE_TUNING:
         return "Finally it was fine-tuned on the text."
-    scorer = "the teacher"
-    if plan.scorer is not None:
-        scorer = f"another model of {plan.scorer_parameters:,} parameters"
     mix = (
         f", and cross-entropy with the text with a weight of {stage.cross_entropy:g}"
         if stage.cross_entropy
         else ""
     )
-    return f"Then {learner} trained to predict what {scorer} predicts (distillation: KL divergence of the logits{mix})."
+    return (
+        f"Then {learner} trained to predict what the teacher predicts "
+        f"(distillation: KL divergence of the logits{mix})."
+    )
 
 
 def _kept(plan: Plan) -> str:

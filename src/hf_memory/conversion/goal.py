@@ -17,11 +17,12 @@ from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 
 SHARES = ("1/25", "2/25", "3/25", "4/25", "6/25", "9/25", "1/2", "2/3")
+# tokens of which the other heads hold as many bytes, see `window_options`
 WINDOWS = (
     128,
     256,
     512,
-)  # tokens of which the other heads hold as many bytes, see `window_options`
+)
 SIZES = ("sliding_window", "num_kept_tokens")  # options that a goal decides
 ROWS = 6  # windows of the text on which students are measured
 

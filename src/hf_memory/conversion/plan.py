@@ -65,8 +65,6 @@ class Plan:
         student: config of the student.
         stages: the stages, in order.
         text: what is known of the text.
-        scorer: config of the model that scores in distillation, if it is not the teacher.
-        scorer_parameters: number of its parameters.
         student_parameters: number of the student's parameters.
         choice: what keeps the teacher's attention. In a plan that is not final, a stand-in: the first layers or heads,
             as many as the ranking will choose.
@@ -90,17 +88,14 @@ class Plan:
     training_length: int = 0
     teacher_parameters: int = 0
     quantized_parameters: int = 0
-    scorer: PreTrainedConfig | None = None
-    scorer_parameters: int = 0
 
     def with_text(self, tokens: Text | Tensor) -> "Plan":
         """The plan for a text that was read after the recipe was resolved; raises what `resolve` raises."""
-        facts = TextFacts.of(tokens)
-        return _planned(self.given, self.teacher, facts, self.scorer, None)
+        return _planned(self.given, self.teacher, TextFacts.of(tokens), None)
 
     def with_choice(self, choice: Choice) -> "Plan":
         """The final plan, by what the teacher's weights have decided; raises what `resolve` raises."""
-        return _planned(self.given, self.teacher, self.text, self.scorer, choice)
+        return _planned(self.given, self.teacher, self.text, choice)
 
     @property
     def num_tokens(self) -> int:
@@ -114,8 +109,8 @@ class Plan:
 
     @property
     def teacher_bytes(self) -> int:
-        """Bytes of the models that the student learns from."""
-        whole = BYTES * (self.teacher_parameters + self.scorer_parameters)
+        """Bytes of the teacher that the student learns from."""
+        whole = BYTES * self.teacher_parameters
         return (
             whole - self.quantized_parameters * (8 * BYTES - (self.recipe.teacher_bits or 0)) // 8
         )
@@ -135,8 +130,8 @@ class Plan:
         if stage.slot == "transfer":
             return stage.schedule.tokens * (self.teacher_parameters + 3 * stage.learned)
         is_scored = stage.slot == "distillation" and stage.cross_entropy < 1
-        scorer = (self.scorer_parameters or self.teacher_parameters) if is_scored else 0
-        return stage.schedule.tokens * (scorer + 3 * self.student_parameters)
+        teacher = self.teacher_parameters if is_scored else 0
+        return stage.schedule.tokens * (teacher + 3 * self.student_parameters)
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
@@ -174,7 +169,6 @@ def resolve(
     recipe: Recipe,
     teacher: PreTrainedConfig,
     tokens: Text | Tensor | TextFacts = ANY_TEXT,
-    scorer: PreTrainedConfig | None = None,
 ) -> Plan:
     """Make the plan of a recipe for a teacher and a text, and refuse what cannot work. No weights are needed.
 
@@ -187,8 +181,6 @@ def resolve(
         teacher: config of the teacher, or of the model to fine-tune if `recipe.to` is None.
         tokens: [T], the training text, tokenised by the teacher's tokenizer, or what is known of it; without it, the
             plan is for any text that is long enough, see `Plan.with_text`.
-        scorer: config of a model of the same vocabulary, usually a larger one, that scores in distillation in place of
-            the teacher, which gives the weights.
 
     Raises:
         ValueError: if the teacher, the family, a layer or an option is not supported, the text does not fit, or an
@@ -196,19 +188,17 @@ def resolve(
     """
     check_type("recipe", recipe, Recipe)
     check_type("teacher", teacher, PreTrainedConfig)
-    check_type("scorer", scorer, PreTrainedConfig | None)
     check_text(tokens)
     recipe.check()
     if recipe.to is not None:
-        _check_models(recipe, teacher, scorer)
-    return _planned(recipe, teacher, TextFacts.of(tokens), scorer, None)
+        _check_models(recipe, teacher)
+    return _planned(recipe, teacher, TextFacts.of(tokens), None)
 
 
 def _planned(
     given: Recipe,
     teacher: PreTrainedConfig,
     text: TextFacts,
-    scorer: PreTrainedConfig | None,
     choice: Choice | None,
 ) -> Plan:
     """The plan of a recipe; without a choice, of a likely one."""
@@ -224,13 +214,10 @@ def _planned(
     _check_spread(recipe, config)
     whole = _on_meta(teacher)
     student = _on_meta(config)
-    scores = scorer and _on_meta(scorer)
     carry_over(student, whole)
     has_new_parts = bool(new_parameters(student))
     recipe = with_stages(recipe, config, text, has_new_parts=has_new_parts)
     training_length = _training_length(recipe, config, text)
-    if scorer is not None:
-        check_tokens(text, scorer, recipe.distillation.length)
     exact = is_exact(config, teacher, training_length)
     if exact and not is_final and keep.kind == "auto":
         raise ValueError(
@@ -242,7 +229,7 @@ def _planned(
         recipe,
         teacher,
         config,
-        tuple(_stages(recipe, exact, student, whole, scored=scorer is not None)),
+        tuple(_stages(recipe, exact, student, whole)),
         text,
         _count(student),
         choice=choice,
@@ -250,9 +237,7 @@ def _planned(
         is_exact=exact,
         training_length=training_length,
         teacher_parameters=_count(whole),
-        quantized_parameters=num_quantized(scores or whole) if recipe.teacher_bits else 0,
-        scorer=scorer,
-        scorer_parameters=_count(scores) if scores else 0,
+        quantized_parameters=num_quantized(whole) if recipe.teacher_bits else 0,
     )
 
 
@@ -296,20 +281,13 @@ def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
     check_room(needs)
 
 
-def _check_models(
-    recipe: Recipe, teacher: PreTrainedConfig, scorer: PreTrainedConfig | None
-) -> None:
+def _check_models(recipe: Recipe, teacher: PreTrainedConfig) -> None:
     kind = teacher.model_type
     is_student = isinstance(teacher, MemoryConfig)
     check(not is_student, "teacher", "a Transformer: a student is not converted again", kind)
     find_teacher(teacher)
-    size = teacher.vocab_size
     if recipe.teacher_bits is not None:
         check_bits(recipe.teacher_bits)
-    if scorer is not None and scorer.vocab_size != size:
-        raise ValueError(
-            f"scorer must have the teacher's vocabulary of {size} tokens, got {scorer.vocab_size}"
-        )
 
 
 def _training_length(recipe: Recipe, student: PreTrainedConfig, text: TextFacts) -> int:
@@ -328,7 +306,7 @@ def _training_length(recipe: Recipe, student: PreTrainedConfig, text: TextFacts)
 
 
 def _stages(
-    recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreTrainedModel, *, scored: bool
+    recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreTrainedModel
 ) -> Iterator[Stage]:
     transfer, distillation, fine_tuning = recipe.schedules.values()
     seed = recipe.seed
@@ -339,8 +317,6 @@ def _stages(
         if distillation.chunk_length:
             check_passes_gradients(student.model, "chunk_length of distillation must be 0")  # type: ignore[attr-defined]
         part = recipe.cross_entropy or 0.0
-        if part == 1 and scored:
-            raise ValueError("cross_entropy must be below 1 with a scorer, got 1")
         own = own_learners(student, str(recipe.train))
         if recipe.train == "new" and not own:
             raise ValueError(

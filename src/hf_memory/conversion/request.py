@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
 
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
 from hf_memory.conversion.recipe import Recipe
@@ -59,7 +58,6 @@ class Request:
         weights: of each source in a mixture; default: the sources follow each other.
         max_tokens: largest number of tokens of the text to read; default: all.
         assistant_only: whether only the assistant's turns are learnt in conversations.
-        scored_by: model that scores in distillation in place of the teacher, as `model`; default: the teacher.
         measure_tokens: number of held-out tokens on which models are compared.
         items: questions of each kind on which answers are scored; 0: none.
         overwrite: whether the result of an earlier run in `output` is replaced.
@@ -74,7 +72,6 @@ class Request:
     weights: Sequence[float] | None = None
     max_tokens: int | None = None
     assistant_only: bool = False
-    scored_by: str | None = None
     measure_tokens: int = 2**16
     items: int = ITEMS
     overwrite: bool = False
@@ -104,9 +101,8 @@ class Prepared(NamedTuple):
     tokenizer: Any
     tokens: Text  # the training text
     held_out: Text
-    known: (
-        record.Record
-    )  # what a stopped call has measured; and how the model was made, if it was saved
+    # what a stopped call has measured; and how the model was made, if it was saved
+    known: record.Record
 
     @property
     def made(self) -> dict[str, Any] | None:
@@ -122,20 +118,16 @@ def prepare(request: Request, *, is_dry: bool = False) -> Prepared:
         is_dry: whether nothing is written; then the disks and libraries of this machine are not checked either.
 
     Raises:
-        ValueError: for what `resolve` and `check_run` refuse, before the text is read; if the text is too short; or if
-            the scorer has another vocabulary.
+        ValueError: for what `resolve` and `check_run` refuse, before the text is read; or if the text is too short.
         OSError: if a file cannot be read, or a disk is too full.
     """
     recipe = request.recipe
-    if recipe.teacher_bits and find_gguf(request.scored_by or request.model):
+    if recipe.teacher_bits and find_gguf(request.model):
         raise ValueError(
             f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}"
         )
     config = load_config(request.model)
-    scorer = None
-    if request.scored_by is not None:
-        scorer = _scorer(request.scored_by, request.model, config)
-    draft = resolve(recipe, config, ANY_TEXT, scorer)
+    draft = resolve(recipe, config, ANY_TEXT)
     _check_draft(request, draft)
     settings = request.settings(draft)
     unfinished = request.unfinished(settings)
@@ -167,19 +159,6 @@ def _check_draft(request: Request, draft: Plan) -> None:
     check_run(draft, replace(request.run, validation=validation))
     if request.recipe.servable:
         find_target(draft.student, advice=NOT_SERVABLE)  # type: ignore[arg-type]
-
-
-def _scorer(name: str, teacher_name: str, teacher: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model that scores, without what pads its vocabulary."""
-    scorer = load_config(name)
-    teachers_words = load_tokenizer(teacher_name).get_vocab()
-    scorers_words = load_tokenizer(name).get_vocab()
-    if scorers_words != teachers_words or scorer.vocab_size < teacher.vocab_size:
-        raise ValueError(
-            f"scored_by must be a model with the teacher's vocabulary, got {name} with another"
-        )
-    scorer.vocab_size = teacher.vocab_size
-    return scorer
 
 
 def _read(request: Request, tokenizer, is_dry: bool) -> Text:

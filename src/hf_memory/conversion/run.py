@@ -53,9 +53,8 @@ dataloader_persistent_workers dataloader_pin_memory ddp_backend ddp_broadcast_bu
 disable_tqdm fp16 full_determinism gradient_checkpointing gradient_checkpointing_kwargs load_best_model_at_end
 lr_scheduler_kwargs optim optim_args optim_target_modules project report_to tf32 torch_compile torch_compile_backend
 torch_compile_mode"""
-USABLE = sorted(
-    [*LEAST, *OTHERS.split()]
-)  # training arguments that a user may set; stages set others, or lack them
+# training arguments that a user may set; stages set others, or lack them
+USABLE = sorted([*LEAST, *OTHERS.split()])
 
 
 def ignore(plan: Any) -> None:

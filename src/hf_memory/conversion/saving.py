@@ -66,7 +66,6 @@ class Models(NamedTuple):
 
     teacher: PreTrainedModel
     quantized: PreTrainedModel | None
-    scorer: PreTrainedModel | None
 
 
 def convert_and_save(request: Request) -> Saved | None:
@@ -133,23 +132,14 @@ def dry_run(request: Request, *, uses_weights: bool = True) -> Plan:
 
 
 def load_models(request: Request, plan: Plan) -> Models:
-    """The teacher, its quantised form or another model that scores, each on its device."""
+    """The teacher, and its quantised form, each on its device."""
     teacher = load_teacher(request.model)
     processes()  # from here on, each process has its own device
     place = device()
     bits = plan.recipe.teacher_bits
-    name = request.scored_by or request.model  # of the model that the student is distilled from
-    quantized = None
-    scorer = None
-    if bits is not None:
-        quantized = load_quantized(name, bits, place)
-    if plan.scorer is not None:
-        scorer = quantized or load_teacher(name)
-        quantized = None
-        scorer.resize_token_embeddings(plan.teacher.vocab_size)  # without what pads its vocabulary
-        scorer.to(place)  # type: ignore[arg-type]
+    quantized = None if bits is None else load_quantized(request.model, bits, place)
     teacher.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
-    return Models(teacher, quantized, scorer)
+    return Models(teacher, quantized)
 
 
 def _is_loadable(prepared: Prepared) -> bool:
@@ -170,7 +160,6 @@ def _converted(prepared: Prepared) -> Trained | None:
             prepared.draft,
             prepared.request.run,
             quantized=models.quantized,
-            scorer=models.scorer,
         )
         student = made.student
         plan = made.plan

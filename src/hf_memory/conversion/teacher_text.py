@@ -147,7 +147,6 @@ def _rows(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: int
 def _continued(teacher: PreTrainedModel, tokenizer, starts: list[str], length: int) -> list[str]:
     read = tokenizer(starts, add_special_tokens=False)["input_ids"]
     start = start_of(tokenizer)
-    begun = [
-        ids if ids[: len(start)] == start else start + ids for ids in read
-    ]  # templates may write it themselves
+    # templates may write it themselves
+    begun = [ids if ids[: len(start)] == start else start + ids for ids in read]
     return continued(teacher, tokenizer, begun, do_sample=True, max_new_tokens=length)

@@ -14,9 +14,8 @@ from hf_memory.layers import upcast
 from hf_memory.modeling.any_model import head
 
 SLICE = 2**24
-BLOCK = (
-    2**18
-)  # largest number of logits in a slice, and of logits that are compared in float32 at once
+# largest number of logits in a slice, and of logits that are compared in float32 at once
+BLOCK = 2**18
 
 LossOfTokens = Callable[[Tensor, slice], Tensor]
 """The sum of a loss over tokens, of their logits [n, V] and of where they stand among the tokens of the loss."""

@@ -113,9 +113,8 @@ def lora(
             "task_type": "CAUSAL_LM",
         }
         config = LoraConfig(r=rank, lora_alpha=2 * rank, **how)
-        with warnings.catch_warnings(
-            action="ignore", category=FutureWarning
-        ):  # peft asks for an old name
+        # peft asks for an old name
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             learner = get_peft_model(model, config)
     for x in beside:
         x.requires_grad_()

@@ -154,9 +154,8 @@ def not_finite(model: nn.Module) -> str:
     for name, weight in model.named_parameters():
         if not whole(weight).isfinite().all():
             return f"the weight {name} is not finite"
-    for name, weight in reversed(
-        list(model.named_parameters())
-    ):  # in the order of the backward pass
+    # in the order of the backward pass
+    for name, weight in reversed(list(model.named_parameters())):
         if weight.grad is not None and not whole(weight.grad).isfinite().all():
             return f"weights are finite, the gradient of {name} is not"
     return "weights and gradients are finite"

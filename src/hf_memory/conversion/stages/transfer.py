@@ -35,9 +35,8 @@ class AttentionTransfer(nn.Module):
     def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
         super().__init__()
         mixers = {i: layer.mixer for i, layer in enumerate(student.model.layers)}
-        self.mixers = {
-            i: mixer for i, mixer in mixers.items() if mixer.new_part is not None
-        }  # others stay as they are
+        # others stay as they are
+        self.mixers = {i: mixer for i, mixer in mixers.items() if mixer.new_part is not None}
         self.learned = nn.ModuleDict({str(i): mixer.new_part for i, mixer in self.mixers.items()})
         parts = [
             x
@@ -45,9 +44,8 @@ class AttentionTransfer(nn.Module):
             for x in (part if isinstance(part, nn.ModuleList) else [part])
         ]
         self._no_split_modules = sorted({type(part).__name__ for part in parts})
-        self._seen = lambda *read: attention_seen(
-            teacher, *read
-        )  # a submodule would be trained, saved and copied
+        # a submodule would be trained, saved and copied
+        self._seen = lambda *read: attention_seen(teacher, *read)
         self.checkpointing = False
 
     def forward(

@@ -20,15 +20,17 @@ MEMORIES = {
     for family in FAMILIES
     if family.is_student
 }
+# the first has attention over windows, and no memory
 STUDENTS = {
     "attention": MEMORIES["transformer"],
     **MEMORIES,
-}  # the first has attention over windows, and no memory
+}
+# options that may differ from the teacher's
 OPEN = (
     "sliding_window",
     "attention_dropout",
     "initializer_range",
-)  # options that may differ from the teacher's
+)
 ATTENTION = ("full_attention", "sliding_attention")  # layer types of teachers
 SINKS = 4  # first tokens that a window also sees: trained heads attend to them by default (attention sinks)
 

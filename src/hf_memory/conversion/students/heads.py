@@ -56,9 +56,8 @@ def rank_heads_by_retrieval(teacher: PreTrainedModel, tokens: Text | Tensor) -> 
     """
     text = Text.of(tokens)
     passage = _passage(tokens)
-    first = slice(
-        len(text.start) + 1, len(text.start) + passage + 1
-    )  # what followed the tokens of the first reading
+    # what followed the tokens of the first reading
+    first = slice(len(text.start) + 1, len(text.start) + passage + 1)
     scores: list[Tensor] = []  # [HQ] of each layer, passage after passage
 
     def observed(module, query, key, value, attention_mask, **kwargs):

@@ -16,9 +16,8 @@ from hf_memory.modeling.any_model import head
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
 
-LESS = (
-    1 / 4
-)  # one layer after the other is tried with these multiples of the usual number of tokens
+# one layer after the other is tried with these multiples of the usual number of tokens
+LESS = 1 / 4
 MORE = 5 / 2
 Input = tuple[Tensor, dict[str, Any]]  # hidden states, and a layer's other arguments
 

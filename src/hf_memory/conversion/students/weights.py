@@ -50,9 +50,8 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
     norms = tuple(f"model.layers.{i}.self_attn.{x}_norm." for i in memories for x in "qk")
     has_norms = not config.use_qk_norm or config.has_memory_qk_norm
     dropped = [] if has_norms else [name for name in source if name.startswith(norms)]
-    parts_of = partial(
-        find_teacher(teacher.config).parts, teacher.config
-    )  # a fused tensor has several
+    # a fused tensor has several
+    parts_of = partial(find_teacher(teacher.config).parts, teacher.config)
     kept = {name: x for name, x in source.items() if name not in dropped}
     moves = [
         (name, part.replace(".self_attn.", ".mixer."), y)

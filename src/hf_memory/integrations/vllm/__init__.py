@@ -6,6 +6,7 @@ from typing import Any
 from hf_memory.integrations.vllm.placement import (
     bits_of_engine,
     check,
+    check_processes,
     divided,
     memory_layers,
 )
@@ -45,6 +46,7 @@ class ModelConfig:
                 f"got {model.quantization!r}"
             )
         divided(model.hf_config, parallel.tensor_parallel_size)
+        check_processes(model.hf_config, parallel.tensor_parallel_size)
         kinds = bits_of_engine(model.hf_config)
         if kinds and cache.cache_dtype == "auto":
             warnings.warn(

@@ -57,6 +57,18 @@ def check(config: Any) -> None:
             )
 
 
+def check_processes(config: Any, size: int) -> None:
+    """Raise ValueError if some of so many processes have attention of vLLM and others none, which vLLM cannot start."""
+    full = config.full_attention_heads or []
+    heads = max(1, config.num_key_value_heads // size)
+    having = {h // heads for layer in full for h in layer}
+    is_memory = len(memory_layers(config)) == config.num_hidden_layers
+    if is_memory and 0 < len(having) < size:
+        raise ValueError(
+            f"tensor_parallel_size must be 1, or each process must have some of full_attention_heads={full}, got {size}"
+        )
+
+
 def bits_of_engine(config: Any) -> list[str]:
     """The kinds of keys and values with bits of ours that vLLM's attention stores in its own dtype."""
     found = {
