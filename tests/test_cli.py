@@ -164,7 +164,7 @@ def test_an_output_is_claimed_before_any_work(run, teacher, text, tmp_path, monk
 @pytest.mark.usefixtures("without_pictures")
 def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text, tmp_path):
     student = tmp_path / "student"
-    window = ["-o", "sliding_window=32"]
+    window = ["-o", "sliding_window=32", "-o", "num_kept_tokens=0", "-o", "cache_bits=null"]
     code, out, _ = run(
         "convert", teacher, "--text", text, "--output", student, *FAST, "--to", "attention", *window
     )
