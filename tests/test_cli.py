@@ -324,8 +324,8 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     assert described["cross-entropy"] == 0.5
     assert json.loads((first / "results.json").read_text())["recipe"]["cross_entropy"] == 0.5
     given = {"steps": 2, "batch_size": 2, "length": 32}  # other fields have their defaults
-    assert described["transfer"] == {**defaults.TRANSFER._asdict(), **given}
-    assert described["distillation"] == {**defaults.DISTILLATION._asdict(), **given}
+    assert described["transfer"] == {**defaults.TRANSFER_SCHEDULE._asdict(), **given}
+    assert described["distillation"] == {**defaults.DISTILLATION_SCHEDULE._asdict(), **given}
     assert not {"config", "overwrite"} & set(described)
 
     assert run("convert", "--config", first / "run.yaml", "--output", second)[0] == 0

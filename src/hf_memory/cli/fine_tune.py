@@ -11,10 +11,10 @@ from hf_memory.cli.command import LONG, WHAT, WHERE
 from hf_memory.cli.run_file import Flags
 from hf_memory.cli.work import carry_out, request_of
 from hf_memory.conversion import Recipe, Schedule
-from hf_memory.conversion.defaults import FINE_TUNING
+from hf_memory.conversion.defaults import FINE_TUNING_SCHEDULE
 from hf_memory.evaluation import ITEMS
 
-DEFAULT = FINE_TUNING._replace(steps=100)
+DEFAULT = FINE_TUNING_SCHEDULE._replace(steps=100)
 
 
 @dataclass(frozen=True)

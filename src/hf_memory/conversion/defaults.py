@@ -73,13 +73,13 @@ SIZES: dict[str, dict] = {
         "cache_bits": {"full_attention_heads": 4, "window": 8},
     },
 }
-TRANSFER = Schedule(100, 3e-3, batch_size=1, length=1024, warmup=0.1, repeats=0.25)
-DISTILLATION = Schedule(
+TRANSFER_SCHEDULE = Schedule(100, 3e-3, batch_size=1, length=1024, warmup=0.1, repeats=0.25)
+DISTILLATION_SCHEDULE = Schedule(
     250, 1e-4, batch_size=1, length=2048, warmup=0.1, memory_factor=20.0, repeats=0.3
 )
 # of students that begin near their teacher
-NEAR = DISTILLATION._replace(steps=20, learning_rate=3e-5)
-FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
+NEAR_SCHEDULE = DISTILLATION_SCHEDULE._replace(steps=20, learning_rate=3e-5)
+FINE_TUNING_SCHEDULE = Schedule(steps=0, learning_rate=1e-4, length=1024)
 SHORTEST = 128  # tokens of a window of the default length that was shortened for a text
 
 
@@ -173,9 +173,8 @@ def with_stages(
         text: the text.
         has_new_parts: whether the student has parts that its teacher does not have.
     """
-    keeps = any(any(numbers) for numbers in getattr(student, "kept_tokens", ()))
-    begins_near = recipe.to == "attention" and keeps
-    usual = dict(zip(STAGES, (TRANSFER, NEAR if begins_near else DISTILLATION, FINE_TUNING)))
+    distillation = NEAR_SCHEDULE if begins_near(recipe, student) else DISTILLATION_SCHEDULE
+    usual = dict(zip(STAGES, (TRANSFER_SCHEDULE, distillation, FINE_TUNING_SCHEDULE)))
     positions = getattr(student, "max_position_embeddings", None) or len(text)
     fixed: dict[str, dict[str, Any]] = {}
     if not has_new_parts:
@@ -189,6 +188,12 @@ def with_stages(
     has_memory = recipe.to != "attention" and has_new_parts
     train = recipe.train or ("all" if has_memory else "attention")
     return replace(recipe, train=train, **stages)  # type: ignore[arg-type]
+
+
+def begins_near(recipe: Recipe, student: PreTrainedConfig) -> bool:
+    """Whether heads of a student keep older tokens beside their window, with which it begins near its teacher."""
+    keeps = any(any(numbers) for numbers in getattr(student, "kept_tokens", ()))
+    return recipe.to == "attention" and keeps
 
 
 def with_loss(recipe: Recipe, *, is_exact: bool) -> Recipe:
@@ -221,13 +226,16 @@ def changes(recipe: Recipe, teacher: PreTrainedConfig) -> Iterator[Change]:
         yield Change("memory_gate", None, "it is of variant=mag")
 
 
-def notes(given: Recipe, recipe: Recipe, teacher: PreTrainedConfig) -> Iterator[str]:
+def notes(
+    given: Recipe, recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig
+) -> Iterator[str]:
     """Sentences about defaults that are not the usual ones, and why.
 
     Args:
         given: the recipe as it was given.
         recipe: the same with a value for each default.
         teacher: the teacher's config.
+        student: the student's config.
     """
     own = own_window(teacher)
     window = recipe.options.get("sliding_window")
@@ -245,7 +253,7 @@ def notes(given: Recipe, recipe: Recipe, teacher: PreTrainedConfig) -> Iterator[
         if is_other and change.name not in given.options:
             value = "its default" if change.value is None else change.value
             yield f"{change.name} is {value}, since {change.reason}."
-    keeps_none = recipe.to == "attention" and window and not recipe.options.get("num_kept_tokens")
+    keeps_none = recipe.to == "attention" and window and not begins_near(recipe, student)
     if keeps_none and given.distillation.steps is None:
         steps = recipe.distillation.steps
         yield f"distillation has {steps} steps, since heads keep no older tokens beside their window."

@@ -54,7 +54,9 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows += [("stages", "none")]
     rows += [_cache_row(plan, context) for context in CONTEXTS]
     if plan.recipe.to is not None:
-        rows += [("note", words) for words in notes(plan.given, plan.recipe, plan.teacher)]
+        rows += [
+            ("note", words) for words in notes(plan.given, plan.recipe, plan.teacher, plan.student)
+        ]
     return rows + [("warning", words) for words in _warnings(plan)]
 
 

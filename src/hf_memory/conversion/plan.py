@@ -330,7 +330,7 @@ def _stages(
 
 def _fine_tuning_plan(given: Recipe, config: PreTrainedConfig, text: TextFacts) -> Plan:
     """The plan of a recipe without a student."""
-    schedule = defaults.FINE_TUNING._replace(**given.fine_tuning.given)
+    schedule = defaults.FINE_TUNING_SCHEDULE._replace(**given.fine_tuning.given)
     recipe = replace(given, fine_tuning=schedule)
     check(schedule.steps > 0, "steps of fine-tuning", "at least 1", schedule.steps)
     check_fine_tuning(text, config, schedule)
