@@ -558,6 +558,14 @@ def test_the_end_of_a_static_cache_taken_for_that_of_its_text_is_seen(monkeypatc
         test_cache_bits.test_a_static_cache_reads_as_none("attention-sinks-bits", {}, True)
 
 
+def test_states_of_a_static_cache_that_grow_with_the_text_are_seen(monkeypatch):
+    layer = cache.StaticMemoryLayer
+    monkeypatch.setattr(layer, "_with_room", lambda self, states, tokens_read: states)
+    monkeypatch.setattr(layer, "room", None)
+    with pytest.raises(AssertionError):
+        test_compile.test_states_of_a_static_cache_are_written_in_place(CASE["mosaic-full"])
+
+
 def test_calls_in_the_bits_of_another_thread_are_seen(monkeypatch):
     class Shared:
         value = None
