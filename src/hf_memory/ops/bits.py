@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.precision import upcast, without_autocast
+from hf_memory.ops.precision import without_autocast
 
 BITS = (8, 4)
 GROUP = 32  # channels that share a scale in 4 bits
@@ -33,6 +33,7 @@ SMALLEST = 2.0**-126  # a scale, so that none is zero
 NAN_OF_SHORT = 0x7F80  # the bits of a bfloat16 that is not finite are at least these
 
 
+@lru_cache
 def packed_bytes(channels: int, bits: int) -> int:
     """Bytes of a packed row of so many channels: an even number, since scales have two bytes."""
     of_bits = {8: 2 + channels + channels % 2, 4: 4 * _groups(channels) + _code_bytes(channels)}
@@ -112,18 +113,15 @@ def group_matrix(channels: int, like: Tensor) -> Tensor:
 
 
 def _pack(x: Tensor, bits: int) -> Tensor:
-    x = upcast(x)
-    # in float64, whose sums are the same numbers in float32 whatever their order
-    x = rotated(x.double()).to(x.dtype)
-    return PACKING[bits](x)
+    # in float64, whose sums round to the same codes whatever their order
+    return PACKING[bits](rotated(x.double()))
 
 
 def _pack_row(x: Tensor) -> Tensor:
-    D = x.shape[-1]
     largest = x.abs().amax(-1, keepdim=True)
     scale = largest.div_(MOST).clamp_(min=SMALLEST).to(torch.bfloat16)
-    code = (x / scale).round_().clamp_(-MOST, MOST)
-    if D % 2:
+    code = x.div_(scale).round_()  # at most MOST, since a scale is rounded by less than half a code
+    if x.shape[-1] % 2:
         code = F.pad(code, (0, 1))
     return torch.cat([_bytes_of(scale), _unsigned(code)], -1)
 
