@@ -534,7 +534,7 @@ def test_scales_of_other_groups_of_channels_are_seen(monkeypatch):
     monkeypatch.setattr(codes, "group_matrix", lambda D, like: like.new_ones(D // 32, D))
     with pytest.raises(AssertionError):
         test_attention_in_bits.test_products_of_codes_are_those_of_numbers(
-            None, 96, rows.Rows(8, 8)
+            None, 96, rows.Rows(4, 4)
         )
 
 

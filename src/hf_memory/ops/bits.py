@@ -52,18 +52,14 @@ def unpack(packed: Tensor, channels: int, bits: int, dtype: torch.dtype) -> Tens
 
 def scales(packed: Tensor, bits: int) -> Tensor:
     """The scale of packed rows [..., 1], or with 4 bits the scales and least numbers [..., 2 n] of n groups."""
-    if bits == 8:
-        return _numbers_of(packed[..., :2])
-    n = -(-packed.shape[-1] // (4 + GROUP // 2))
-    return _numbers_of(packed[..., : 4 * n])
+    groups = -(-packed.shape[-1] // (4 + GROUP // 2))
+    size = {8: 2, 4: 4 * groups}[bits]
+    return _numbers_of(packed[..., :size])
 
 
 def codes(packed: Tensor, channels: int, bits: int) -> Tensor:
     """The codes [..., channels] of packed rows: of 8 bits in int8, of 4 in uint8."""
-    if bits == 8:
-        return _signed(packed[..., 2 : 2 + channels])
-    both = packed[..., 4 * _groups(channels) :]
-    return torch.cat([both & 15, both >> 4], -1)[..., :channels]
+    return CODES[bits](packed, channels)
 
 
 def rounded(x: Tensor, packed: Tensor, bits: int) -> Tensor:
@@ -145,16 +141,36 @@ def _pack_groups(x: Tensor) -> Tensor:
 PACKING = {8: _pack_row, 4: _pack_groups}
 
 
+def _codes_of_row(packed: Tensor, channels: int) -> Tensor:
+    return _signed(packed[..., 2 : 2 + channels])
+
+
+def _codes_of_groups(packed: Tensor, channels: int) -> Tensor:
+    both = packed[..., 4 * _groups(channels) :]
+    return torch.cat([both & 15, both >> 4], -1)[..., :channels]
+
+
+CODES = {8: _codes_of_row, 4: _codes_of_groups}
+
+
 def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     numbers = scales(packed, bits).contiguous().to(wide)  # of contiguous numbers this is faster
-    each = codes(packed, D, bits).to(wide)
-    if bits == 8:
-        return rotated(each.mul_(numbers)).to(dtype)
-    groups = group_matrix(D, numbers)
+    return rotated(UNPACKING[bits](codes(packed, D, bits).to(wide), numbers)).to(dtype)
+
+
+def _unpack_row(each: Tensor, scale: Tensor) -> Tensor:
+    return each.mul_(scale)
+
+
+def _unpack_groups(each: Tensor, numbers: Tensor) -> Tensor:
+    groups = group_matrix(each.shape[-1], numbers)
     # of each channel, faster than expanding
     scale, least = (x @ groups for x in numbers.chunk(2, -1))
-    return rotated(torch.addcmul(least, each, scale)).to(dtype)
+    return torch.addcmul(least, each, scale)
+
+
+UNPACKING = {8: _unpack_row, 4: _unpack_groups}
 
 
 def _unsigned(code: Tensor) -> Tensor:
