@@ -28,6 +28,7 @@ import test_forgetting
 import test_generation
 import test_gguf
 import test_inputs
+import test_kept_tokens
 import test_kv_eviction
 import test_loading
 import test_modeling
@@ -46,7 +47,7 @@ from hf_memory.cache import MemoryLayer
 from hf_memory.cache_bits import ALL_BITS
 from hf_memory.conversion import defaults, plan, recipe, students
 from hf_memory.conversion.stages import distillation, trainer
-from hf_memory.conversion.students import weights
+from hf_memory.conversion.students import kept_tokens, weights
 from hf_memory.conversion.teachers import gguf
 from hf_memory.decoding import datastore
 from hf_memory.evaluation import counts, language, scores, tasks
@@ -162,6 +163,18 @@ def test_a_resume_that_starts_over_is_seen(monkeypatch, tmp_path):
         test_conversion.test_a_stopped_conversion_goes_on_as_if_it_had_not_been_stopped(
             tmp_path, "distillation"
         )
+
+
+def test_errors_that_predictions_do_not_weigh_are_seen(monkeypatch):
+    """As when heads get tokens by how far their outputs move, whether or not these are heard."""
+    of_layers = kept_tokens.seen_by_layers
+
+    def unweighed(*given):
+        return [(seen, torch.ones_like(gradient)) for seen, gradient in of_layers(*given)]
+
+    monkeypatch.setattr(kept_tokens, "seen_by_layers", unweighed)
+    with pytest.raises(AssertionError):
+        test_kept_tokens.test_the_one_head_that_predictions_need_keeps_most(1, 0)
 
 
 def test_a_teacher_with_dropout_is_seen(monkeypatch):
