@@ -67,7 +67,7 @@ def kept_by_head(
 ) -> list[list[int]] | int:
     """The `num_kept_tokens` of each head of a student, at four levels, as many in total as with equal numbers.
 
-    What does not make a whole step from one level to the next is left out. Rows of the text as it is and rows in which
+    One head may be between two levels, by what is left of the total. Rows of the text as it is and rows in which
     passages come again count alike. If they are so short that no head drops a token, the number is that of the config.
 
     Args:
@@ -234,13 +234,10 @@ def numbers_of(errors: Mapping[int, Tensor], total: int) -> list[int]:
     numbers = [levels[0]] * len(rows)
     rest = total - levels[0] * len(rows)
     steps = [step for head, row in enumerate(rows) for step in _steps(head, levels, row)]
-    stopped = set()
     for step in sorted(steps, key=lambda step: -step.fall):
-        if step.tokens > rest or step.head in stopped:
-            stopped.add(step.head)
-            continue
-        numbers[step.head] += step.tokens
-        rest -= step.tokens
+        added = min(step.tokens, rest)
+        numbers[step.head] += added
+        rest -= added
     return numbers
 
 
