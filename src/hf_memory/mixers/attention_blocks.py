@@ -102,7 +102,12 @@ class Scores(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether scores are products alone, as those of fused attention."""
-        return self.softcap is None and self.relation is None and self.gates is None
+        return self.softcap is None and self.is_product
+
+    @property
+    def is_product(self) -> bool:
+        """Whether scores are products, perhaps capped."""
+        return self.relation is None and self.gates is None
 
     def of(self, blocks: Blocks) -> Tensor:
         """Scores [B * blocks, H, G, C, S] of all keys, in float32, of a tensor that nothing else uses."""
@@ -149,7 +154,7 @@ class Scores(NamedTuple):
             q: queries by key-value head [B, 1, H, groups, D].
             keys: [B, H, S, D].
             values: [B, H, S, V].
-            visible: [B or 1, H or 1, 1, S] bool; None: all are visible.
+            visible: [B or 1, H or 1, groups or 1, S] bool; None: all are visible.
 
         Returns:
             Outputs [B, 1, H, groups, V].

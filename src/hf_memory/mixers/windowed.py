@@ -28,6 +28,7 @@ from hf_memory.mixers.base import Context, MemoryMixer, Projected, Projections
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.pasts.everything import Everything
 from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.kept_by_head import KeptByHead
 from hf_memory.mixers.pasts.ring import Ring
 from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.positions import Positions
@@ -60,11 +61,11 @@ class Part(NamedTuple):
 
     heads: list[int]
     slices: list[slice]  # that have these heads in turn; none if these are all heads
-    past: Everything | Kept | Ring
+    past: Everything | Kept | KeptByHead | Ring
     is_near: bool  # whether they have a window, and what a layer has beside windows, such as sinks
 
     @classmethod
-    def of_heads(cls, heads: list[int], past: Everything | Kept | Ring, is_near: bool) -> "Part":
+    def of_heads(cls, heads: list[int], past: Any, is_near: bool) -> "Part":
         """The part of these heads."""
         return cls(heads, _slices(heads), past, is_near)
 
@@ -107,18 +108,21 @@ class WindowedMixer(MemoryMixer):
 
     @classmethod
     def parts_of(cls, config, layer_idx: int, kept: list[int] | None = None) -> list[Part]:
-        """The heads of a layer that see alike: with a window, by how many tokens they keep beside it, and without.
+        """The heads of a layer that see alike: with a window, also with tokens that are kept beside it, and without.
 
         `kept` has these numbers for each key-value head; default: those of the config.
         """
         kept = config.kept_tokens[layer_idx] if kept is None else kept
         near = _near_heads(config, layer_idx)
-        numbers = sorted({kept[h] for h in near})
+        keeping = [h for h in near if kept[h]]
+        others = [h for h in near if not kept[h]]
         parts = []
-        for number in numbers:
-            past = cls.near_past(config, number, is_alone=len(numbers) == 1)
-            heads = [h for h in near if kept[h] == number]
-            parts.append(Part.of_heads(heads, past, True))
+        if others:
+            parts.append(Part.of_heads(others, cls.window(config), True))
+        if keeping:
+            prefix = "kept_" if others else ""
+            past = cls.kept_past(config, [kept[h] for h in keeping], prefix)
+            parts.append(Part.of_heads(keeping, past, True))
         if full := _full_heads(config, layer_idx):
             parts.append(Part.of_heads(full, cls.full_past(config), False))
         return parts if len(parts) > 1 else [part._replace(slices=[]) for part in parts]
@@ -139,14 +143,12 @@ class WindowedMixer(MemoryMixer):
         return spec
 
     @classmethod
-    def near_past(cls, config, kept: int, is_alone: bool) -> Kept | Ring:
-        """What heads see that have a window and keep so many other tokens, like all such heads of a layer or not."""
-        if not kept:
-            return cls.window(config)
-        sizes = config.sliding_window, config.num_sink_tokens, kept, config.kept_block_size
-        prefix = "" if is_alone else f"kept_{kept}_"
+    def kept_past(cls, config, numbers: list[int], prefix: str = "") -> Kept | KeptByHead:
+        """What heads see that have a window and keep so many other tokens each."""
+        sizes = config.sliding_window, config.num_sink_tokens, numbers[0], config.kept_block_size
         groups = config.num_attention_heads // config.num_key_value_heads
-        return Kept(*sizes, config.eviction, cls.kind("window"), prefix, groups)
+        past = Kept(*sizes, config.eviction, cls.kind("window"), prefix, groups)
+        return past if len({*numbers}) == 1 else KeptByHead.of(past, numbers)
 
     @classmethod
     def window(cls, config) -> Ring:
@@ -201,7 +203,7 @@ class WindowedMixer(MemoryMixer):
 
         - `tokens_read` [B];
         - of heads with a window `keys` and `values` [B, tokens, H, D] of a `Ring`; or with kept tokens the entries of
-          `Kept`, by their number if heads of the layer keep different numbers;
+          `Kept`, or of `KeptByHead` if they keep different numbers, named `kept_keys` and so on if some keep none;
         - those of the memory, with `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels] of the
           ring, for the writes of tokens that are still in the window;
         - of heads that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and `full_positions`
@@ -323,7 +325,8 @@ class WindowedMixer(MemoryMixer):
         return o.unflatten(2, q.shape[2:4]), waiting | memory
 
     def _check_heads(self, k: Tensor) -> None:
-        if len(self.parts) > 1 and k.shape[2] < len(self.place_of_head):
+        are_alike = len(self.parts) == 1 and not isinstance(self.parts[0].past, KeptByHead)
+        if not are_alike and k.shape[2] < len(self.place_of_head):
             heads = self.config.full_attention_heads
             raise ValueError(
                 "full_attention_heads must be None, and num_kept_tokens one number, with tensor parallelism, got "
@@ -362,7 +365,7 @@ class WindowedMixer(MemoryMixer):
     @property
     def keeps_tokens(self) -> bool:
         """Whether heads keep tokens beside their window."""
-        return any(isinstance(part.past, Kept) for part in self.parts)
+        return any(isinstance(part.past, Kept | KeptByHead) for part in self.parts)
 
     @property
     def starts_from_attention(self) -> bool:  # type: ignore[override]

@@ -50,11 +50,15 @@ def unpack(packed: Tensor, channels: int, bits: int, dtype: torch.dtype) -> Tens
     return without_autocast(_unpack, packed, channels, bits, dtype)
 
 
+def unpack_rotated(packed: Tensor, channels: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """The same numbers after the Hadamard matrix, as they were packed: products of two such rows are the same."""
+    return without_autocast(_unpack_rotated, packed, channels, bits, dtype)
+
+
 def scales(packed: Tensor, bits: int) -> Tensor:
     """The scale of packed rows [..., 1], or with 4 bits the scales and least numbers [..., 2 n] of n groups."""
-    groups = -(-packed.shape[-1] // (4 + GROUP // 2))
-    size = {8: 2, 4: 4 * groups}[bits]
-    return _numbers_of(packed[..., :size])
+    size = 2 if bits == 8 else 4 * -(-packed.shape[-1] // (4 + GROUP // 2))
+    return _numbers_of(packed.narrow(-1, 0, size))
 
 
 def codes(packed: Tensor, channels: int, bits: int) -> Tensor:
@@ -142,7 +146,7 @@ PACKING = {8: _pack_row, 4: _pack_groups}
 
 
 def _codes_of_row(packed: Tensor, channels: int) -> Tensor:
-    return _signed(packed[..., 2 : 2 + channels])
+    return _signed(packed.narrow(-1, 2, channels))
 
 
 def _codes_of_groups(packed: Tensor, channels: int) -> Tensor:
@@ -155,8 +159,13 @@ CODES = {8: _codes_of_row, 4: _codes_of_groups}
 
 def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
+    return rotated(_unpack_rotated(packed, D, bits, wide)).to(dtype)
+
+
+def _unpack_rotated(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
     numbers = scales(packed, bits).contiguous().to(wide)  # of contiguous numbers this is faster
-    return rotated(UNPACKING[bits](codes(packed, D, bits).to(wide), numbers)).to(dtype)
+    return UNPACKING[bits](codes(packed, D, bits).to(wide), numbers).to(dtype)
 
 
 def _unpack_row(each: Tensor, scale: Tensor) -> Tensor:

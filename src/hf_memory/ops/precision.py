@@ -36,7 +36,8 @@ def without_autocast(function: Callable, x: Tensor, *others: Any, **kwargs: Any)
 
 def upcast(x: Tensor) -> Tensor:
     """x in float64 if it is float64, else in float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    # comparing takes a tenth of the time of `torch.promote_types`
+    return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
 
 
 def _in_float32_after(op: Callable, num_unchanged: Callable[[Tensor], int]) -> Callable:

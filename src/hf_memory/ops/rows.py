@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_memory.ops.bits import pack, rounded, unpack
+from hf_memory.ops.bits import pack, rotated, rounded, unpack, unpack_rotated
 
 
 # Neither frozen nor a tuple, since transformers' exporters set the attributes of what a cache holds.
@@ -37,6 +37,20 @@ class Rows:
     def numbers(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of stored keys and values, with as many channels as k and v [..., D] have, in their dtypes."""
         return _numbers(keys, self.key_bits, k), _numbers(values, self.value_bits, v)
+
+    def rotated(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [..., D], and the numbers of stored keys and values in their dtype, in the channels that are packed.
+
+        Products of queries with keys, and of values with each other, are those of the numbers themselves.
+        """
+        if self.key_bits is None:
+            k = keys.to(q.dtype)
+        else:
+            k = unpack_rotated(keys, q.shape[-1], self.key_bits, q.dtype)
+            q = rotated(q)
+        if self.value_bits is None:
+            return q, k, values.to(q.dtype)
+        return q, k, unpack_rotated(values, q.shape[-1], self.value_bits, q.dtype)
 
     def seen(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers that queries see of new k and v [..., D], which are stored as `keys` and `values`."""

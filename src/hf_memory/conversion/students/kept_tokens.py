@@ -123,7 +123,7 @@ def levels_of(mean: int, student: Any, teacher: Any) -> list[int]:
 
 def past_of(student: Any, kept: int) -> Kept:
     """What a head sees that keeps so many tokens."""
-    past = WindowedMixer.near_past(student, kept, is_alone=True)
+    past = WindowedMixer.kept_past(student, [kept])
     assert isinstance(past, Kept)
     return past
 

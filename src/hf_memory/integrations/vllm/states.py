@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_memory.cache import Spec, States, as_stored, flat, in_numbers, nested
 from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.kept_by_head import KeptByHead
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.forgetting import ForgettingHeads
 from hf_memory.mixers.windowed import WindowedMixer
@@ -180,7 +181,7 @@ class Pages:
         if not isinstance(self.mixer, WindowedMixer) or isinstance(self.mixer, ForgettingHeads):
             return False
         parts = self.mixer.parts if self.parts is None else self.parts
-        return all(isinstance(part.past, Kept) for part in parts)
+        return all(isinstance(part.past, Kept | KeptByHead) for part in parts)
 
     @property
     def _stored(self) -> States:

@@ -10,6 +10,7 @@ stay, and the rest is dropped for good. A sink beside the entries takes its shar
 among the entries, so that queries that see mostly the sink count as much as others.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +73,15 @@ class Kept(NamedTuple):
         """Number of tokens that stay after a block."""
         return self.first + self.kept + self.window
 
+    @property
+    def size(self) -> int:
+        """Number of entries of a head: those that stay, and a block."""
+        return self.stay + self.block
+
     def spec(self, heads: int, K: int, V: int) -> Spec:
         """The states, those of `Entries`."""
-        keys, values = states_of_rows(self.kind, (heads, self.stay + self.block), K, V)
-        number = State((heads, self.stay + self.block), torch.int32)
+        keys, values = states_of_rows(self.kind, (heads, self.size), K, V)
+        number = State((heads, self.size), torch.int32)
         queries = State((heads * self.groups, self.block, K), None)
         score = State((heads, self.stay))
         return Entries(keys, values, number, score, queries).states(self.prefix)
@@ -109,6 +115,10 @@ class Kept(NamedTuple):
         self._end_blocks(new, context, scores, ends)
         return attended
 
+    def of_entries(self, x: Tensor) -> Tensor:
+        """What belongs to heads, [B, H, ...], as what belongs to their entries, [B, H, 1, ...]."""
+        return x.unsqueeze(2)
+
     def _rule(self, scores: Scores, needs_mass: bool = False) -> Rule:
         return Rule(
             self.block,
@@ -141,7 +151,7 @@ class Kept(NamedTuple):
             keys, values = new.stored_keys, new.stored_values
             return held._replace(keys=held.keys.to(keys.dtype), values=held.values.to(values.dtype))
         B, _, H, _ = new.keys.shape
-        n = self.stay + self.block
+        n = self.size
         keys, values = (
             x.new_zeros(B, H, n, x.shape[-1]) for x in (new.stored_keys, new.stored_values)
         )
@@ -276,13 +286,11 @@ class Kept(NamedTuple):
         at = self.stay + place
         rows = (x.transpose(1, 2) for x in (new.stored_keys, new.stored_values))
         for x, y in zip(held.of_tokens, (*rows, (position + 1)[:, None])):
-            _write(x, at, y)
-        _write(held.queries, place, q.flatten(2, 3).transpose(1, 2))
+            write_rows(x, at, y, dim=2)
+        write_rows(held.queries, place, q.flatten(2, 3).transpose(1, 2), dim=2)
         keys, values, number = held.of_tokens
-        ends = place == self.block - 1
-        may_end = is_tracing(ends) or ends.device.type != "cpu" or bool(ends.any())
         seen = Seen(keys, values, number > 0, new.rows, context.backend)
-        return seen, ends if may_end else None
+        return seen, ending(place, self.block)
 
     def _end_blocks(self, new: New, context: Context, scores: Scores, ends: Any) -> None:
         """Keep, in place, the best entries of rows whose blocks end."""
@@ -292,29 +300,20 @@ class Kept(NamedTuple):
             for alone, of_row in zip(context.each_row(), ends):
                 self._end_blocks(new, alone, scores, of_row)
             return
-        held = Entries.among(context.states, self.prefix)
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
-            self._keep_best(held, new.rows, scores, ends)
-            return
 
-        def keep_best(*given: Any) -> Tensor:
-            self._keep_best(Entries(*given[:-1]), new.rows, scores, given[-1])
-            return given[-1].any()
+        def keep_best(*given: Tensor) -> None:
+            *held, ends = given
+            self.keep_best(Entries(*held), new.rows, scores, ends)
 
-        def keep_all(*given: Any) -> Tensor:
-            return given[-1].any()
+        if_any(ends, keep_best, Entries.among(context.states, self.prefix))
 
-        # in a graph, which has both branches; what is changed in place is not copied
-        torch.cond(ends.any(), keep_best, keep_all, (*held, ends))
-
-    def _keep_best(self, held: Entries, rows: Rows, scores: Scores, ends: Tensor) -> None:
-        """The same for entries as they are stored, of which some rows end a block, [B or 1, 1, 1] bool."""
-        keys, values, number = held.of_tokens
+    def keep_best(self, held: Entries, rows: Rows, scores: Scores, ends: Tensor) -> None:
+        """Keep, in place, the best of entries as they are stored, where a block ends, [B or 1, 1, 1] bool."""
+        number = held.number
         n = self.stay
-        like = held.queries
-        k, v = rows.numbers(keys, values, like, like)
+        queries, k, v = rows.rotated(upcast(held.queries), held.keys, held.values)
         B, H = number.shape[:2]
-        q = like.reshape(B, H, -1, like.shape[3])
+        q = queries.reshape(B, H, -1, queries.shape[3])
         before = F.pad(held.score, (0, self.block))
         now = score_after(q, k, v, number, before, self._rule(scores))
         worth = torch.where(ends, now, before)
@@ -326,7 +325,32 @@ class Kept(NamedTuple):
         held.queries.masked_fill_(ends[..., None], 0)
 
 
-def _write(x: Tensor, at: Tensor, new: Tensor) -> None:
-    """Write into entries x [B, H, n, ...] a new one [B, 1 or H, 1, ...] at places [B, 1, 1]."""
-    new = new.to(x.dtype).expand(-1, x.shape[1], *new.shape[2:])
-    x.scatter_(2, expand_dims_like(at, x).expand_as(new), new)
+def if_any(ends: Tensor, change: Callable[..., None], held: Sequence[Tensor]) -> None:
+    """`change(*held, ends)`, which changes what is held in place, if any block ends."""
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        change(*held, ends)
+        return
+
+    def changed(*given: Tensor) -> Tensor:
+        change(*given)
+        return given[-1].any()
+
+    def unchanged(*given: Tensor) -> Tensor:
+        return given[-1].any()
+
+    # in a graph, which has both branches; what is changed in place is not copied
+    torch.cond(ends.any(), changed, unchanged, (*held, ends))
+
+
+def ending(place: Tensor, block: int) -> Tensor | None:
+    """Whether a block ends with the token at each place of a block; None if it is known that none does."""
+    ends = place == block - 1
+    may_end = is_tracing(ends) or ends.device.type != "cpu" or bool(ends.any())
+    return ends if may_end else None
+
+
+def write_rows(x: Tensor, at: Tensor, new: Tensor, dim: int) -> None:
+    """Write new rows into x along a dimension, at places [...] that have one in it for each of them."""
+    places = at.expand(*x.shape[:dim], -1)
+    shape = *places.shape, *x.shape[dim + 1 :]
+    x.scatter_(dim, expand_dims_like(places, x).expand(shape), new.to(x.dtype).expand(shape))

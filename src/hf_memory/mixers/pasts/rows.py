@@ -80,7 +80,8 @@ class Seen(NamedTuple):
 
     keys: Any  # [B, H, S, D]; or those of each row, [H, S, D], anywhere in memory
     values: Any
-    visible: Tensor | None  # [B or 1, 1 or H, S] bool, which of them exist; None: all
+    # [B or 1, 1 or H, S] bool, which of them exist; or [B or 1, 1 or H, groups, S], which each query sees; None: all
+    visible: Tensor | None
     rows: Rows
     backend: Backend
 
@@ -95,7 +96,9 @@ class Seen(NamedTuple):
         if not scores.is_plain:
             return self.attend_with_mass(q, scores)[0].unflatten(2, q.shape[2:4])
         keys, values = self._numbers(q)
-        visible = None if self.visible is None else self.visible[:, :, None]
+        visible = self.visible
+        if visible is not None and visible.ndim == 3:
+            visible = visible[:, :, None]
         return scores.attend_one(q, keys, values, visible)
 
     def attend_with_mass(self, q: Tensor, scores: Scores) -> Attended:
@@ -109,7 +112,9 @@ class Seen(NamedTuple):
             return torch.cat(outputs), torch.cat(masses)
         keys, values = (x.transpose(1, 2) for x in self._numbers(q))
         visible = self.visible
-        if visible is not None:
+        if visible is not None and visible.ndim == 4:
+            visible = visible.flatten(1, 2)[:, :, None]
+        elif visible is not None:
             visible = visible[:, :, None]
             if visible.shape[1] > 1:
                 visible = visible.repeat_interleave(q.shape[3], 1)
@@ -121,7 +126,7 @@ class Seen(NamedTuple):
         rows = self.rows
         if rows.key_bits is None or rows.value_bits is None:
             return False
-        return scores._replace(softcap=None).is_plain and reads_bytes(q, self.backend)
+        return scores.is_product and reads_bytes(q, self.backend)
 
     def _attend_to_bytes(self, q: Tensor, scores: Scores, needs_mass: bool) -> tuple[Tensor, Any]:
         """Outputs [B, 1, H, groups, V], and the logarithms of their mass [B, 1, HQ] if they are asked for."""

@@ -10,6 +10,7 @@ from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context, Projected
 from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.kept_by_head import KeptByHead
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import Part, WindowedMixer
 from hf_memory.ops.gate_channels import PARTS, UNIT, GateChannels
@@ -76,11 +77,12 @@ class ForgetGates(SigmoidDecay):
         units = torch.zeros_like(due)
         for keys in bounded:
             of_heads = torch.cat([due[:, heads] for heads in keys.heads], 1)
-            dim = 2 if keys.is_kept else 1
-            moved = {keys.name: self.sums_in.moved(states[keys.name], of_heads.unsqueeze(dim))}
-            if keys.is_kept:
+            kept = keys.kept
+            of_keys = of_heads.unsqueeze(1) if kept is None else kept.of_entries(of_heads)
+            moved = {keys.name: self.sums_in.moved(states[keys.name], of_keys)}
+            if kept is not None:
                 of_queries = of_heads.flatten(1)[..., None]
-                name = keys.name.removesuffix("keys") + "queries"
+                name = f"{kept.prefix}queries"
                 moved[name] = self.sums_in.moved_queries(states[name], of_queries)
             states = states | moved
             for heads in keys.heads:
@@ -93,7 +95,11 @@ class BoundedKeys(NamedTuple):
 
     name: str
     heads: list[slice]  # which key-value heads it has
-    is_kept: bool = False  # whether it is of `Kept`, [B, heads, n, channels] beside queries
+    kept: Kept | KeptByHead | None = None  # the past that it is of, if this has queries, too
+
+
+def _kept(past: object) -> Kept | KeptByHead | None:
+    return past if isinstance(past, Kept | KeptByHead) else None
 
 
 class PlainHeads(WindowedMixer):
@@ -124,7 +130,7 @@ class ForgettingHeads(PlainHeads):
         spec = self.plain_spec
         names = [f"{part.past.prefix}keys" for part in self.parts]
         self.bounded = [
-            BoundedKeys(name, part.slices or [slice(None)], isinstance(part.past, Kept))
+            BoundedKeys(name, part.slices or [slice(None)], _kept(part.past))
             for name, part in zip(names, self.parts)
             if spec[name].growth == "fixed"
         ]

@@ -38,7 +38,8 @@ def attention_in_bits(
         q: queries [B, H, G, D], the G queries of each head of keys.
         keys: [B, H, S, bytes] uint8, or B tensors [H, S, bytes] anywhere in memory, of `packed_bytes(D, bits)` each.
         values: the same.
-        visible: [B or 1, H or 1, S] bool, which entries there are; None: all.
+        visible: [B or 1, H or 1, S] bool, which entries there are; or [B or 1, H or 1, G, S], which of them each query
+            sees, for which there is no kernel; None: all.
         rows: the bits of keys and of values, 8 or 4 each.
         scale: factor of the products of queries and keys.
         softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
@@ -53,17 +54,16 @@ def attention_in_bits(
         ValueError: an argument has a wrong shape or dtype, or there is no kernel for an explicit backend="triton".
     """
     B, H, _, D = q.shape
-    S = keys[0].shape[1]
+    S = keys.shape[2] if isinstance(keys, Tensor) else keys[0].shape[1]
     both: Any = rows
-    stored = ("keys", keys, both.key_bits), ("values", values, both.value_bits)
-    for name, x, bits in stored:
-        _check(name, x, (B, H, S, packed_bytes(D, bits)), q)
-    if visible is not None:
-        visible = visible.expand(B, H, S)
+    _check("keys", keys, (B, H, S, packed_bytes(D, both.key_bits)), q)
+    _check("values", values, (B, H, S, packed_bytes(D, both.value_bits)), q)
     how = scale, softcap or 0.0
-    chosen = choose_backend(backend, q, kernel_refuses(q))
+    chosen = choose_backend(backend, q, kernel_refuses(q, visible))
+    if visible is not None and chosen != "triton":
+        visible = visible if visible.ndim == 4 else visible.unsqueeze(2)
     if chosen == "chunk" and (D % GROUP == 0 or rows == Rows(8, 8)):
-        parts = (_parts(x) for x in (keys, values))
+        parts = _parts(keys), _parts(values)
         o, mass = without_autocast(chunk.attention, q, *parts, visible, rows, *how, needs_mass)
         return o.to(q.dtype), mass
     keys, values = (x if isinstance(x, Tensor) else torch.stack([*x]) for x in (keys, values))
@@ -74,6 +74,7 @@ def attention_in_bits(
     from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
 
     bits = rows.key_bits, rows.value_bits
+    visible = None if visible is None else visible.expand(B, H, S)
     o, mass = kernel(rotated(q), keys, values, visible, *bits, *how)
     return rotated(o), mass if needs_mass else None
 
@@ -94,7 +95,7 @@ def _check(name: str, x: Tensor | Sequence[Tensor], shape: tuple[int, ...], q: T
 
 def _parts(x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     """Rows of heads [rows, S, bytes] in as few parts as need no copy."""
-    if isinstance(x, Tensor) and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
+    if isinstance(x, Tensor) and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
         return [x.flatten(0, 1)]
     return [*x]
 
@@ -106,8 +107,10 @@ def reads_bytes(q: Tensor, backend: str) -> bool:
     return choose_backend(backend, q, kernel_refuses(q)) != "reference"
 
 
-def kernel_refuses(q: Tensor) -> str | None:
+def kernel_refuses(q: Tensor, visible: Tensor | None = None) -> str | None:
     """Why no kernel reads packed rows for queries [..., D], as a clause; None if one does."""
+    if visible is not None and visible.ndim == 4:
+        return "visible differs between the queries of a head"
     if torch.is_grad_enabled():
         return "it has gradients"
     if q.dtype == torch.float64:
@@ -131,7 +134,7 @@ def _attention(
     k, v = rows.numbers(keys, values, q, q)
     scores = soft_capped(upcast(scale * q @ k.mT), softcap)
     if visible is not None:
-        scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
+        scores = scores.masked_fill(~visible, -torch.inf)
     mass = scores.logsumexp(-1)
     # zeros where nothing is seen
     p = (scores - mass.clamp(min=torch.finfo(mass.dtype).min)[..., None]).exp()

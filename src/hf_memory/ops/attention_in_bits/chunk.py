@@ -36,77 +36,66 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [B, H, G, D], and their mass [B, H, G]; in 4 bits D is a multiple of 32.
 
-    Keys and values are in any number of parts [rows of the part, S, bytes], of the B H rows in turn. Codes of a part
-    are read while a processor's cache still has them; what is small is computed for all parts at once.
+    Keys and values are in any number of parts [rows of the part, S, bytes], of the B H rows in turn. What a part's
+    codes become is multiplied while a processor's cache still has it.
     """
     B, H, G, D = q.shape
-    S = keys[0].shape[1]
-    q = rotated(upcast(q).mul(scale)).view(B * H, G, D)
-    scores = PRODUCTS[rows.key_bits](q, keys)
-    scores = soft_capped(scores.view(B, H, G, S), softcap)
+    asked = rotated(upcast(q) * scale).view(B * H, G, D)
+    products = _of_parts(PRODUCTS[rows.key_bits], asked, keys, D)
+    scores = soft_capped(products.view(B, H, G, -1), softcap)
     if visible is not None:
-        hidden = ~visible[:, :, None]
+        hidden = ~visible
         scores.masked_fill_(hidden, -torch.inf)
     weights = scores.softmax(-1)
     if visible is not None:
         weights.masked_fill_(hidden, 0)  # of a row that sees nothing
-    p = weights.view(B * H, G, S)
-    o = SUMS[rows.value_bits](p, values, D)
     mass = scores.logsumexp(-1) if needs_mass else None
+    o = _of_parts(SUMS[rows.value_bits], weights.flatten(0, 1), values, D)
     return rotated(o).view(B, H, G, D), mass
 
 
-def _products(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _of_parts(function: Callable, x: Tensor, parts: Sequence[Tensor], D: int) -> Tensor:
+    """A function of x [rows, G, n] and of rows of D channels, for each part with those of x that it has."""
+    if len(parts) == 1:
+        return function(x, parts[0], D)
+    pieces = zip(x.chunk(len(parts)), parts)
+    return torch.cat([function(piece, part, D) for piece, part in pieces])
+
+
+def _products(q: Tensor, packed: Tensor, D: int) -> Tensor:
     """Products [rows, G, S] of queries [rows, G, D] with keys in 8 bits."""
-    D = q.shape[-1]
-    each = q.view(len(parts), -1, *q.shape[1:])
-    products = [
-        torch.bmm(query, codes(part, D, 8).to(q.dtype).mT) for query, part in zip(each, parts)
-    ]
-    return _of_all(products).mul_(_scales_of(parts, q.dtype))
+    products = torch.bmm(q, codes(packed, D, 8).to(q.dtype).mT)
+    return products.mul_(scales(packed, 8).to(q.dtype).mT)
 
 
-def _sums(p: Tensor, parts: Sequence[Tensor], D: int) -> Tensor:
-    """Sums [rows, G, D] of values in 8 bits with weights p [rows, G, S]."""
-    scaled = (p * _scales_of(parts, p.dtype)).view(len(parts), -1, *p.shape[1:])
-    products = [
-        torch.bmm(weights, codes(part, D, 8).to(p.dtype)) for weights, part in zip(scaled, parts)
-    ]
-    return _of_all(products)
+def _sums(p: Tensor, packed: Tensor, D: int) -> Tensor:
+    """Sums [rows, G, D] of values in 8 bits with weights p [rows, G, S], which are overwritten."""
+    p.mul_(scales(packed, 8).to(p.dtype).mT)
+    return torch.bmm(p, codes(packed, D, 8).to(p.dtype))
 
 
-def _scales_of(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The scales [rows, 1, S] of rows in 8 bits."""
-    return _of_all([scales(part, 8).to(dtype) for part in parts]).mT
-
-
-def _products_of_groups(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _products_of_groups(q: Tensor, packed: Tensor, D: int) -> Tensor:
     """Products [rows, G, S] of queries [rows, G, D] with keys in 4 bits."""
-    _, G, D = q.shape
+    rows, G, _ = q.shape
     n = D // GROUP
-    scale, least = _numbers_of_groups(parts, n, q.dtype)
+    scale, least = _numbers_of_groups(packed, n, q.dtype)
     asked = q.unsqueeze(2) * group_matrix(D, q)  # [rows, G, n, D], zero in other groups
-    queries = _for_codes(asked.view(len(parts), -1, G * n, D))
-    products = [
-        torch.bmm(query, _codes(part, n, q.dtype).mT) for query, part in zip(queries, parts)
-    ]
-    of_groups = _of_all(products).view(len(q), G, n, -1).mul_(scale.unsqueeze(1))
+    queries = _for_codes(asked.view(rows, G * n, D))
+    products = torch.bmm(queries, _codes(packed, n, q.dtype).mT)
+    of_groups = products.view(rows, G, n, -1).mul_(scale.unsqueeze(1))
     return torch.baddbmm(of_groups.sum(2), asked.sum(3), least)
 
 
-def _sums_of_groups(p: Tensor, parts: Sequence[Tensor], D: int) -> Tensor:
+def _sums_of_groups(p: Tensor, packed: Tensor, D: int) -> Tensor:
     """Sums [rows, G, D] of values in 4 bits with weights p [rows, G, S]."""
     rows, G, S = p.shape
     n = D // GROUP
-    scale, least = _numbers_of_groups(parts, n, p.dtype)
-    scaled = (p.unsqueeze(2) * scale.unsqueeze(1)).view(len(parts), -1, G * n, S)
-    products = [
-        torch.bmm(weights, _codes(part, n, p.dtype)) for weights, part in zip(scaled, parts)
-    ]
+    scale, least = _numbers_of_groups(packed, n, p.dtype)
+    scaled = (p.unsqueeze(2) * scale.unsqueeze(1)).view(rows, G * n, S)
     # of the sums with the scales of a group, its own channels: [rows, G, n, 32]
-    sums = _of_codes(_of_all(products))
+    sums = _of_codes(torch.bmm(scaled, _codes(packed, n, p.dtype)))
     own = sums.view(rows, G, n, n, GROUP).diagonal(0, 2, 3).mT
-    return (own + torch.bmm(p, least.mT).unsqueeze(3)).view(rows, G, D)
+    return (own + torch.bmm(p, least.mT).unsqueeze(3)).flatten(2)
 
 
 # with keys, and of values, by the bits of their numbers
@@ -114,16 +103,10 @@ PRODUCTS: dict[int | None, Callable] = {8: _products, 4: _products_of_groups}
 SUMS: dict[int | None, Callable] = {8: _sums, 4: _sums_of_groups}
 
 
-def _of_all(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _numbers_of_groups(
-    parts: Sequence[Tensor], n: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _numbers_of_groups(packed: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The scales and the least numbers [rows, n, S] of the n groups of rows in 4 bits."""
-    numbers = _of_all([scales(part, 4).to(dtype) for part in parts]).mT
-    scale, least = numbers.contiguous().split(n, 1)
+    numbers = scales(packed, 4).to(dtype).mT.contiguous()
+    scale, least = numbers.split(n, 1)
     return scale, least
 
 

@@ -13,7 +13,8 @@ LEAST_REST = 1e-3  # the least that is left of a softmax without an entry
 class Block:
     """A block of c tokens, and what its queries saw: n entries, of which the last c are the block.
 
-    What a policy says of it counts when the block is complete.
+    What a policy says of it counts when the block is complete. In a cache in few bits the channels of queries and keys,
+    or of values and outputs, are rotated: a policy is to depend on their products alone, such as norms.
 
     Attributes:
         queries: [B, H, G, c, D], the G queries of each head of keys at each token of the block.
@@ -45,16 +46,19 @@ def received_attention(block: Block) -> Tensor:
 def change_of_output(block: Block) -> Tensor:
     """How far outputs of the block's queries would move without an entry, in squares, as a moving average.
 
-    Without entry j, o_i becomes o_i + p_ij / (1 - p_ij) (o_i - v_j), exactly.
+    Without entry j, o_i becomes o_i + w_ij (o_i - v_j), exactly, with w_ij = p_ij / (1 - p_ij). The squares add up to
+
+        sum_i w_ij^2 |o_i|^2 - 2 v_j (sum_i w_ij^2 o_i) + |v_j|^2 sum_i w_ij^2
     """
-    p = block.weights
-    odds = (p / (1 - p).clamp(min=LEAST_REST)).square()
-    outputs = block.outputs.to(p.dtype)
+    p = block.weights.flatten(2, 3)
+    odds = (p / (1 - p).clamp_(min=LEAST_REST)).square_()
+    outputs = block.outputs.flatten(2, 3).to(p.dtype)
     values = block.values.to(p.dtype)
-    products = outputs @ values.mT[:, :, None]
-    distances = outputs.square().sum(-1, keepdim=True) - 2 * products
-    distances = distances + values.square().sum(-1)[:, :, None, None]
-    return DECAY * block.score + (odds * distances.clamp_(min=0)).sum((2, 3))
+    of_outputs = (odds * outputs.square().sum(-1, keepdim=True)).sum(2)
+    of_both = (values * (outputs.mT @ odds).mT).sum(-1)
+    of_values = odds.sum(2) * values.square().sum(-1)
+    moved = of_outputs - 2 * of_both + of_values
+    return DECAY * block.score + moved.clamp_(min=0)
 
 
 def random_choice(block: Block) -> Tensor:

@@ -1,0 +1,269 @@
+"""Kept tokens of heads that keep different numbers of them.
+
+Entries of all heads are rows of one tensor, those of a head after those of the head before it. So what adjacent heads
+with equal numbers hold is a view, which `Kept` reads and changes. On a CPU the queries of one token of all heads are
+read in one product instead: each sees the rows of its head.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from hf_memory.cache import Spec, State, States
+from hf_memory.mixers.attention_blocks import Attended, Scores
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.pasts.kept import Entries, Kept, ending, if_any, write_rows
+from hf_memory.mixers.pasts.rows import New, Seen, states_of_rows
+from hf_memory.ops.masks import Tokens
+
+
+@dataclass(frozen=True)
+class Run:
+    """Adjacent heads that keep as many tokens, and where their entries are."""
+
+    past: Kept
+    heads: slice
+    rows: slice  # among the entries of all heads
+    stays: slice  # among those that stay
+
+    @property
+    def count(self) -> int:
+        """The number of heads."""
+        return self.heads.stop - self.heads.start
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """Its heads of x [B, T, H, ...], a view."""
+        return x[:, :, self.heads]
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Its heads of x [B, T, HQ, ...], a view."""
+        groups = self.past.groups
+        return x[:, :, groups * self.heads.start : groups * self.heads.stop]
+
+    def entries(self, whole: Entries) -> Entries:
+        """Its part, as views [B, heads, entries, ...]."""
+        of_tokens = (x[:, self.rows].unflatten(1, (self.count, -1)) for x in whole.of_tokens)
+        score = whole.score[:, self.stays].unflatten(1, (self.count, -1))
+        groups = self.past.groups
+        queries = whole.queries[:, groups * self.heads.start : groups * self.heads.stop]
+        keys, values, number = of_tokens
+        return Entries(keys, values, number, score, queries)
+
+
+class KeptByHead(NamedTuple):
+    """The tokens that stay for each head, as of `Kept`, whose numbers differ.
+
+    Its states are those of `Entries` without a dimension for heads: keys, values and numbers [B, entries, ...] of all
+    heads in turn, scores [B, entries that stay], and queries [B, HQ, block, D].
+    """
+
+    runs: tuple[Run, ...]
+    sizes: tuple[int, ...]  # the number of entries of each head
+    blocks: tuple[int, ...]  # where the block of each head begins among all entries
+
+    @classmethod
+    def of(cls, past: Kept, numbers: Sequence[int]) -> Self:
+        """Heads that keep these numbers of tokens; all else is as `past` says."""
+        runs = []
+        sizes = list[int]()
+        head = row = stay = 0
+        for number, alike in groupby(numbers):
+            count = len([*alike])
+            of_run = past._replace(kept=number)
+            rows = count * of_run.size
+            stays = count * of_run.stay
+            where = slice(head, head + count), slice(row, row + rows), slice(stay, stay + stays)
+            runs.append(Run(of_run, *where))
+            sizes += [of_run.size] * count
+            head += count
+            row += rows
+            stay += stays
+        blocks = (end - past.block for end in accumulate(sizes))
+        return cls(tuple(runs), tuple(sizes), tuple(blocks))
+
+    @property
+    def kind(self) -> str | None:
+        """What `cache_bits` calls its states."""
+        return self.runs[0].past.kind
+
+    @property
+    def prefix(self) -> str:
+        """Of the names of its states."""
+        return self.runs[0].past.prefix
+
+    def spec(self, heads: int, K: int, V: int) -> Spec:
+        """The states."""
+        last = self.runs[-1]
+        of_queries = last.past.spec(heads, K, V)[f"{self.prefix}queries"]
+        keys, values = states_of_rows(self.kind, (last.rows.stop,), K, V)
+        number = State((last.rows.stop,), torch.int32)
+        score = State((last.stays.stop,))
+        return Entries(keys, values, number, score, of_queries).states(self.prefix)
+
+    def attend(
+        self, q: Tensor, new: New, tokens: Tokens, context: Context, scores: Scores
+    ) -> tuple[Tensor, States]:
+        """See `Kept.attend`."""
+        read = [
+            run.past.attend(of_run, new_of_run, tokens, within, scores)
+            for run, of_run, new_of_run, within in self._each_run(q, new, context)
+        ]
+        outputs, states = zip(*read)
+        return torch.cat(outputs, 2), self._joined(states)
+
+    def attend_with_mass(
+        self, q: Tensor, new: New, tokens: Tokens, context: Context, scores: Scores
+    ) -> tuple[Attended, States]:
+        """See `Kept.attend_with_mass`."""
+        read = [
+            run.past.attend_with_mass(of_run, new_of_run, tokens, within, scores)
+            for run, of_run, new_of_run, within in self._each_run(q, new, context)
+        ]
+        attended, states = zip(*read)
+        return _of_heads(attended), self._joined(states)
+
+    def attend_one(self, q: Tensor, new: New, context: Context, scores: Scores) -> Tensor:
+        """See `Kept.attend_one`."""
+        if self._are_read_together(q, context, scores):
+            seen, ends = self._write(q, new, context)
+            o = seen.attend(q.flatten(2, 3)[:, :, None], scores)
+            self._end_blocks(new, context, scores, ends)
+            return o.view(*q.shape[:4], -1)
+        read = [
+            run.past.attend_one(x.unflatten(2, (run.count, -1)), new_of_run, within, scores)
+            for run, x, new_of_run, within in self._each_run(q.flatten(2, 3), new, context)
+        ]
+        return torch.cat(read, 2)
+
+    def attend_one_with_mass(
+        self, q: Tensor, new: New, context: Context, scores: Scores
+    ) -> Attended:
+        """See `Kept.attend_one_with_mass`."""
+        if self._are_read_together(q, context, scores):
+            seen, ends = self._write(q, new, context)
+            attended = seen.attend_with_mass(q.flatten(2, 3)[:, :, None], scores)
+            self._end_blocks(new, context, scores, ends)
+            return attended
+        read = [
+            run.past.attend_one_with_mass(
+                x.unflatten(2, (run.count, -1)), new_of_run, within, scores
+            )
+            for run, x, new_of_run, within in self._each_run(q.flatten(2, 3), new, context)
+        ]
+        return _of_heads(read)
+
+    def of_entries(self, x: Tensor) -> Tensor:
+        """What belongs to heads, [B, H, ...], as what belongs to their entries, [B, entries, ...]."""
+        sizes = torch.tensor(self.sizes, device=x.device)
+        return x.repeat_interleave(sizes, 1, output_size=self.runs[-1].rows.stop)
+
+    def _are_read_together(self, q: Tensor, context: Context, scores: Scores) -> bool:
+        """Whether queries of all heads are read in one product: on a CPU, of entries in one tensor, without gates."""
+        is_on_cpu = q.device.type == "cpu" and context.backend != "triton"
+        is_apart = isinstance(context.states[f"{self.prefix}number"], list)
+        return is_on_cpu and not is_apart and scores.is_product
+
+    def _each_run(
+        self, q: Tensor, new: New, context: Context
+    ) -> Iterator[tuple[Run, Tensor, New, Context]]:
+        """Each run with its queries [B, T, HQ, D], its new tokens, and the context with views of its states."""
+        for run in self.runs:
+            states = context.states
+            if states:
+                states = states | self._of_run(run, states)
+            yield (
+                run,
+                run.of_queries(q),
+                new.map(run.of_heads),
+                context._replace(states=states),
+            )
+
+    def _of_run(self, run: Run, states: States) -> dict[str, Any]:
+        """Views of the states of a run, which are lists where rows are apart."""
+        whole = Entries.among(states, self.prefix)
+        if not isinstance(whole.number, list):
+            return run.entries(whole).states(self.prefix)
+        rows = [run.entries(Entries(*row)) for row in zip(*whole)]
+        return Entries(*map(list, zip(*rows))).states(self.prefix)
+
+    def _joined(self, of_runs: Sequence[States]) -> States:
+        """The states of all runs; none for packed sequences."""
+        if not of_runs[0]:
+            return {}
+        of_queries = f"{self.prefix}queries"
+        return {
+            name: torch.cat(
+                [x[name] if name == of_queries else x[name].flatten(1, 2) for x in of_runs], 1
+            )
+            for name in of_runs[0]
+        }
+
+    def _write(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Tensor | None]:
+        """Write one token of each row in place: what it sees, and whose blocks end with it, as `Kept` has them."""
+        held = Entries.among(context.states, self.prefix)
+        block = self.runs[0].past.block
+        position = context.uniform_length
+        if position is None:
+            read = context.states["tokens_read"][:, None]
+            place = read % block
+            at = place + torch.tensor(self.blocks, device=q.device)
+            rows = (x.select(1, 0) for x in (new.stored_keys, new.stored_values))
+            for x, y in zip(held.of_tokens, (*rows, (read + 1).int())):
+                write_rows(x, at, y, dim=1)
+            write_rows(held.queries, place[:, None], q.flatten(2, 3).transpose(1, 2), dim=2)
+            ends = ending(place[:, None], block)
+        else:
+            place = position % block
+            at = torch.tensor([x + place for x in self.blocks], device=q.device)
+            held.keys.index_copy_(1, at, new.stored_keys.select(1, 0).to(held.keys.dtype))
+            held.values.index_copy_(1, at, new.stored_values.select(1, 0).to(held.values.dtype))
+            held.number.index_fill_(1, at, position + 1)
+            held.queries.select(2, place).copy_(q.flatten(1, 3))
+            ends = held.number.new_ones(1, 1, 1, dtype=torch.bool) if place == block - 1 else None
+        visible = (held.number > 0)[:, None, None] & _rows_of_queries(
+            self.sizes, self.runs[0].past.groups, q
+        )
+        seen = Seen(held.keys[:, None], held.values[:, None], visible, new.rows, context.backend)
+        return seen, ends
+
+    def _end_blocks(self, new: New, context: Context, scores: Scores, ends: Tensor | None) -> None:
+        """Keep, in place, the best entries of rows whose blocks end."""
+        if ends is None:
+            return
+
+        def keep_best(*given: Tensor) -> None:
+            *held, ends = given
+            for run in self.runs:
+                run.past.keep_best(run.entries(Entries(*held)), new.rows, scores, ends)
+
+        if_any(ends, keep_best, Entries.among(context.states, self.prefix))
+
+
+def _of_heads(attended: Sequence[Attended]) -> Attended:
+    """The outputs of all heads, and the logarithms of their mass."""
+    outputs, masses = zip(*attended)
+    return torch.cat(outputs, 2), torch.cat(masses, 2)
+
+
+def _rows_of_queries(sizes: tuple[int, ...], groups: int, like: Tensor) -> Tensor:
+    """Which entries are of the head of a query, [HQ, entries] bool."""
+    is_plain = type(like) is Tensor and not torch.compiler.is_compiling()
+    make = _kept_mask if is_plain else _new_mask  # a mask without data must not be kept
+    return make(sizes, groups, like.device)
+
+
+def _new_mask(sizes: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
+    heads = torch.arange(len(sizes), device=device)
+    of_entry = heads.repeat_interleave(torch.tensor(sizes, device=device), output_size=sum(sizes))
+    return heads.repeat_interleave(groups)[:, None] == of_entry
+
+
+@lru_cache
+def _kept_mask(sizes: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return _new_mask(sizes, groups, device)
