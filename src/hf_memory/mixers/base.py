@@ -240,9 +240,10 @@ class Projections(nn.Module, ABC):
 
     def spec_in(self, bits: CacheBits) -> Spec:
         """The states as a cache of some bits stores them, by joined names."""
-        if bits not in self._specs:
-            self._specs[bits] = self.declared(self.config, self.layer_idx, bits)
-        return self._specs[bits]
+        spec = self._specs.get(bits)
+        if spec is None:
+            spec = self._specs[bits] = self.declared(self.config, self.layer_idx, bits)
+        return spec
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:

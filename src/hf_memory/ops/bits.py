@@ -101,10 +101,11 @@ def hadamard(x: Tensor) -> Tensor:
 def rotated(x: Tensor) -> Tensor:
     """The same as `hadamard`, as one product in the dtype of x, which is faster."""
     D = x.shape[-1]
-    rotation = _matrix("rotation", D & -D, x)
-    if len(rotation) == D:
+    size = D & -D
+    rotation = _matrix("rotation", size, x)
+    if size == D:
         return x @ rotation
-    return (x.unflatten(-1, (-1, len(rotation))) @ rotation).flatten(-2)
+    return (x.unflatten(-1, (-1, size)) @ rotation).flatten(-2)
 
 
 def group_matrix(channels: int, like: Tensor) -> Tensor:

@@ -44,7 +44,13 @@ class Entries(NamedTuple):
     @classmethod
     def among(cls, states: States, prefix: str) -> "Entries":
         """Those of the states of a layer whose names begin with a prefix."""
-        return cls(*(states[prefix + name] for name in cls._fields))
+        return cls(
+            states[f"{prefix}keys"],
+            states[f"{prefix}values"],
+            states[f"{prefix}number"],
+            states[f"{prefix}score"],
+            states[f"{prefix}queries"],
+        )
 
     def states(self, prefix: str) -> dict[str, Any]:
         """The inverse of `among`."""
@@ -247,9 +253,11 @@ class Kept(NamedTuple):
             return self._write_padded(held, q, new, context)
         ends = self._write_at(held, q, new, position)
         place = position % self.block
-        keys, values, number = (x.narrow(2, 0, self.stay + place + 1) for x in held.of_tokens)
+        end = self.stay + place + 1
+        keys = held.keys[:, :, :end]
+        values = held.values[:, :, :end]
         # When a block begins after `stay` tokens or more, none of the entries that stay is empty.
-        visible = None if position - place >= self.stay else number > 0
+        visible = None if position - place >= self.stay else held.number[:, :, :end] > 0
         return Seen(keys, values, visible, new.rows, context.backend), ends
 
     def _write_at(self, held: Entries, q: Tensor, new: New, position: int) -> Tensor | None:
