@@ -80,8 +80,8 @@ def attention_in_bits(
 
 
 def _check(name: str, x: Tensor | Sequence[Tensor], shape: tuple[int, ...], q: Tensor) -> None:
-    is_one = isinstance(x, Tensor)
-    if is_one and x.shape == shape and x.dtype == torch.uint8 and x.device == q.device:
+    right = shape, torch.uint8, q.device
+    if isinstance(x, Tensor) and (x.shape, x.dtype, x.device) == right:
         return
     rows: Sequence[Tensor] = [x] if isinstance(x, Tensor) else x
     if not isinstance(x, Tensor):
