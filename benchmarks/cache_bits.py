@@ -2,11 +2,16 @@
 
     python benchmarks/cache_bits.py                # half an hour of one core; goes on where it was stopped
     python benchmarks/cache_bits.py NAME=FOLDER    # a trained student in a folder, in a row of this name
+    python benchmarks/cache_bits.py --kept         # which tokens stay: policies, and numbers by head
 
 Students are that of recipes/smollm2.yaml before training, with other numbers of full heads and kept tokens, and other
 bits. Two rows of held-out text are read, in which passages come twice (`row_of`). KL is from the teacher in 16 bits,
 recall is the part of the teacher's gain on the second reading, and bytes of the cache are relative to the teacher's in
 16 bits. Downloads what `make smollm2` does. Writes benchmarks/results/cache_bits.json.
+
+`--kept` compares which tokens stay in students of recipes/smollm2-small.yaml, before training, all with as many bytes:
+KL on two other rows of held-out text, and on the tokens of right answers to questions about texts of 2,048 tokens. The
+text that chooses numbers by head is another one, and has no questions. Writes benchmarks/results/kept_tokens.json.
 """
 
 import copy
@@ -26,7 +31,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student
+from hf_memory.conversion.students.kept_tokens import kept_by_head
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes
+from hf_memory.evaluation.scores import KINDS, Place, ask
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,11 +44,20 @@ CACHE_AT = 8192
 PASSAGE = 256  # tokens that are read twice
 AGAIN = {512: (256, 768), 2048: (512, 2560)}  # tokens between two readings, and where both begin
 LENGTH = 2816  # tokens of a row
-KEPT = (  # older tokens of each layer that `spread_kept` found with 174 for each head and 16 bits
+KEPT = (  # older tokens of each layer that a search by layer found with 174 for each head and 16 bits
     *(174, 174, 174, 174, 44, 174, 174, 435, 174, 174, 44, 44, 44, 44, 174),
     *(435, 44, 175, 44, 342, 435, 435, 174, 435, 435, 44, 174, 44, 44, 44),
 )
 PLAIN = {"kl_1024": slice(0, 768), "kl_2048": slice(1024, 2048)}  # tokens that are read once
+KEPT_RESULT = RESULTS / "kept_tokens.json"
+KEPT_LENGTH = 2048  # tokens of a row of prose, and of the text of a question
+PROSE = {"kl_1024": slice(256, 1024), "kl_2048": slice(1024, 2048)}
+QUESTIONS = 3  # of each kind
+ASKED = {"2 values": "retrieval", "list": "long_answers", "needle of 4 keys": "retrieval"}
+LEARNT_OF = 1_500_000  # characters at the beginning of the text, which choose numbers by head
+CHOSEN_AT = (
+    360  # tokens in the mean at which they are chosen; with another mean they are in proportion
+)
 
 
 class Student(NamedTuple):
@@ -138,6 +154,37 @@ def by_position(teacher: PreTrainedModel, model: PreTrainedModel, row: Tensor) -
     return {end: kl[start:end].mean().item() for start, end in pairwise((0, *ENDS))}
 
 
+class Keeping(NamedTuple):
+    """How a student chooses the tokens that stay."""
+
+    eviction: str
+    mean: int  # tokens of each head
+    by_head: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        how = "by head" if self.by_head else "of each head"
+        return f"{self.eviction}, {self.mean} {how}"
+
+
+KEEPINGS = (
+    Keeping("received_attention", 360),
+    Keeping("change_of_output", 360),
+    Keeping("random", 360),
+    Keeping("change_of_output", 360, True),
+    Keeping("change_of_output", 505),
+    Keeping("change_of_output", 505, True),
+)
+
+
+class Asked(NamedTuple):
+    """A text [1, T], and by the name of a figure the tokens whose predictions are compared."""
+
+    tokens: Tensor
+    places: dict[str, slice]
+
+
 def options_of(student: Student) -> dict[str, Any]:
     """Its options: those of the recipe, whose heads are full first, and then those that predictions need."""
     options = yaml.safe_load((ROOT / "recipes" / "smollm2.yaml").read_text())["option"]
@@ -147,6 +194,7 @@ def options_of(student: Student) -> dict[str, Any]:
     full = sorted(ranked[: student.heads])
     layers = range(len(options["full_attention_heads"]))
     options["full_attention_heads"] = [[h for layer, h in full if layer == i] for i in layers]
+    options["eviction"] = "received_attention"
     options["full_attention_window"] = student.reach
     options["sliding_window"] = student.window
     options["num_kept_tokens"] = [student.alike or round(student.times * x) for x in KEPT]
@@ -160,6 +208,61 @@ def untrained(teacher: PreTrainedModel, student: Student) -> PreTrainedModel:
     model = make_student(teacher, to="attention", keep="none", **options_of(student))
     carry_over(model, teacher)
     return model.eval()
+
+
+def kept_options(keeping: Keeping) -> dict[str, Any]:
+    """The options of a student with the same number in each head."""
+    options = yaml.safe_load((ROOT / "recipes" / "smollm2-small.yaml").read_text())["option"]
+    return options | {"num_kept_tokens": keeping.mean, "eviction": keeping.eviction}
+
+
+def numbers_by_head(
+    teacher: PreTrainedModel, tokens: Tensor, keeping: Keeping, known: dict[str, Any]
+) -> list[list[int]]:
+    """How many tokens each head keeps, by a text [T], or in proportion to a row that is known."""
+    first = keeping._replace(mean=CHOSEN_AT)
+    if first.name in known:
+        chosen = known[first.name]["num_kept_tokens"]
+    else:
+        options = kept_options(first)
+        student = make_student(teacher, to="attention", keep="none", **options).config
+        how: dict = {"length": KEPT_LENGTH, "report": lambda x: print(x, flush=True)}
+        chosen = kept_by_head(teacher, tokens, student, **how)
+    return [[round(keeping.mean / CHOSEN_AT * x) for x in heads] for heads in chosen]
+
+
+def asked_of(tokenizer, text: Tensor) -> Iterator[Asked]:
+    """Rows of a text [T], and questions with their right answers."""
+    rows = text[-ROWS * KEPT_LENGTH :].split(KEPT_LENGTH)
+    for row in rows:
+        yield Asked(row[None], PROSE)
+    for kind, group in ASKED.items():
+        place = Place(kind, KEPT_LENGTH)
+        for i in range(QUESTIONS):
+            prompt, question = ask(tokenizer, KINDS[group][kind], place, f"0 {i}")
+            answer = tokenizer(question.answer, add_special_tokens=False)["input_ids"]
+            places = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+            yield Asked(torch.tensor([prompt + answer]), {kind: places})
+
+
+def asked_predictions(model: PreTrainedModel, asked: Asked) -> dict[str, Tensor]:
+    """Logarithms of the probabilities [n, V] that are compared, by figure."""
+    hidden_states = model.model(asked.tokens).last_hidden_state[0]
+    parts = {name: hidden_states[places] for name, places in asked.places.items()}
+    return {name: model.lm_head(x).float().log_softmax(-1) for name, x in parts.items()}
+
+
+def measured_kept(
+    expected: list[dict[str, Tensor]], model: PreTrainedModel, asked: list[Asked]
+) -> dict[str, list[float]]:
+    """By figure: the KL from what a teacher predicts of each text, in nats a token."""
+    found: dict[str, list[float]] = {}
+    for theirs, text in zip(expected, asked, strict=True):
+        for name, given in asked_predictions(model, text).items():
+            p = theirs[name]
+            kl = (p.exp() * (p - given)).sum(-1)
+            found.setdefault(name, []).append(kl.mean().item())
+    return found
 
 
 def teacher_in_bits(teacher: PreTrainedModel, bits: int) -> PreTrainedModel:
@@ -194,6 +297,35 @@ def bytes_in_16_bits(count: Callable, config: PreTrainedConfig) -> int:
 
 
 @torch.no_grad()
+def compare_kept(teacher: PreTrainedModel, tokenizer, text: str) -> None:
+    """Measure which tokens stay, and write the table after each row."""
+    read = lambda x: tokenizer(x, return_tensors="pt").input_ids[0]  # noqa: E731
+    learnt = read(text[:LEARNT_OF])
+    asked = [*asked_of(tokenizer, read(text[-HELD_OUT:]))]
+    expected = [asked_predictions(teacher, x) for x in asked]
+    whole = bytes_in_16_bits(kv_cache_bytes, teacher.config)
+    known = json.loads(KEPT_RESULT.read_text())["rows"] if KEPT_RESULT.exists() else {}
+    for keeping in KEEPINGS:
+        if keeping.name in known:
+            continue
+        options = kept_options(keeping)
+        if keeping.by_head:
+            options["num_kept_tokens"] = numbers_by_head(teacher, learnt, keeping, known)
+        model = make_student(teacher, to="attention", keep="none", **options)
+        carry_over(model, teacher)
+        found = measured_kept(expected, model.eval(), asked)
+        known[keeping.name] = {
+            "part_of_cache": bytes_in_16_bits(cache_bytes, model.config) / whole,
+            "num_kept_tokens": options["num_kept_tokens"],
+            **{name: sum(x) / len(x) for name, x in found.items()},
+            "of each text": found,
+        }
+        print(json.dumps({keeping.name: known[keeping.name]}), flush=True)
+        about = {"rows of text": ROWS, "questions of a kind": QUESTIONS, "rows": known}
+        KEPT_RESULT.write_text(json.dumps(about, indent=1) + "\n")
+
+
+@torch.no_grad()
 def main() -> None:
     """Measure each, and write the table after each row."""
     sys.path.insert(0, str(ROOT / "examples"))
@@ -201,8 +333,12 @@ def main() -> None:
 
     file = str(real_teacher.fetch_teacher("smollm2"))
     teacher = load_teacher(file).float().eval()
-    text = real_teacher.fetch_text().read_text(encoding="utf-8")[-HELD_OUT:]
-    read = load_tokenizer(file)(text, return_tensors="pt").input_ids
+    tokenizer = load_tokenizer(file)
+    text = real_teacher.fetch_text().read_text(encoding="utf-8")
+    if sys.argv[1:] == ["--kept"]:
+        compare_kept(teacher, tokenizer, text)
+        return
+    read = tokenizer(text[-HELD_OUT:], return_tensors="pt").input_ids
     tokens = read[:, : ROWS * LENGTH]
     long = read[:, -LONG:]
     rows = [row_of(x) for x in tokens.split(LENGTH, 1)]

@@ -130,7 +130,8 @@ KEPT = {
     "num_kept_tokens": [20, 8, 20, 40],
     "kept_block_size": 16,
 }
-VIRTUAL = {"sliding_window": 32, "num_sink_tokens": 0, "virtual_token": True}
+SUNK = {"sliding_window": 32, "num_sink_tokens": 0, "attention_sinks": True}
+BY_HEAD = {"num_kept_tokens": [[20, 8], [8, 0], [0, 40], [20, 20]]}
 KINDS = {
     "Gated DeltaNet": Small("deltanet", {**GATED_DELTANET, **SQUARE}),
     "Gated DeltaNet, attention": Small("deltanet", {**GATED_DELTANET, **SQUARE, **HYBRID}),
@@ -173,7 +174,8 @@ KINDS = {
         "transformer", {"layer_types": ["sliding_heads"] * 4, **FIRST, **FULL}
     ),
     "kept tokens and full heads": Small("transformer", {**KEPT, **FIRST, **FULL}),
-    "kept tokens, virtual token and full heads": Small("transformer", {**KEPT, **VIRTUAL, **FULL}),
+    "kept tokens, sinks and full heads": Small("transformer", {**KEPT, **SUNK, **FULL}),
+    "kept tokens of each head": Small("transformer", {**KEPT, **FIRST, **BY_HEAD}),
     "kept tokens and full heads of 128 tokens": Small(
         "transformer", {**KEPT, **FIRST, **FULL, "full_attention_window": 128}
     ),

@@ -47,7 +47,7 @@ from hf_memory.conversion import (  # noqa: E402
     resolve,
     write_model,
 )
-from hf_memory.conversion.defaults import DISTILLATION, TRANSFER  # noqa: E402
+from hf_memory.conversion.defaults import DISTILLATION_SCHEDULE, TRANSFER_SCHEDULE  # noqa: E402
 from hf_memory.evaluation import agreement, bytes_per_token, cache_share, copy_gain  # noqa: E402
 from hf_memory.files.fingerprints import tokens_fingerprint  # noqa: E402
 from hf_memory.files.text import Text  # noqa: E402
@@ -74,7 +74,7 @@ DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 def recipe_of(file: Path) -> tuple[Recipe, int]:
     """A recipe of a file, and how many tokens of the text it reads."""
     run = yaml.safe_load(file.read_text(encoding="utf-8"))
-    usual = {"transfer": TRANSFER, "distillation": DISTILLATION}
+    usual = {"transfer": TRANSFER_SCHEDULE, "distillation": DISTILLATION_SCHEDULE}
     given = {
         name: read_schedule(name, [f"{field}={value}" for field, value in run[name].items()])
         for name in usual

@@ -32,7 +32,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_memory.conversion import load_teacher, load_tokenizer
-from hf_memory.conversion.defaults import DISTILLATION, FINE_TUNING, TRANSFER
+from hf_memory.conversion.defaults import (
+    DISTILLATION_SCHEDULE,
+    FINE_TUNING_SCHEDULE,
+    TRANSFER_SCHEDULE,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs"
@@ -181,7 +185,11 @@ def prose(text: str) -> list[str]:
 def tokens_to_learn(recipe_file: Path) -> int:
     """How many tokens the stages that a recipe names read; settings that it leaves out have their defaults."""
     settings = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
-    usual = {"transfer": TRANSFER, "distillation": DISTILLATION, "fine-tuning": FINE_TUNING}
+    usual = {
+        "transfer": TRANSFER_SCHEDULE,
+        "distillation": DISTILLATION_SCHEDULE,
+        "fine-tuning": FINE_TUNING_SCHEDULE,
+    }
     schedules = [
         schedule._replace(**settings[stage])
         for stage, schedule in usual.items()

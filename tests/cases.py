@@ -722,6 +722,7 @@ LAYER_OF_NEW_KIND: dict[str, int | None] = {
     "log-linear-gated-deltanet": 0,
     "attention-heads": 0,
     "attention-kept": None,
+    "attention-kept-by-head": None,
 }
 WITHOUT_MEMORY = {"pattern": "full", "past": "cache"}
 FIRST_OF_KIND = [CASE[name] for name in LAYER_OF_NEW_KIND]
@@ -731,11 +732,20 @@ every_kind_of_layer = pytest.mark.parametrize("case", FIRST_OF_KIND, ids=LAYER_O
 def kinds_of_layers(case: Case) -> list:
     """What tells layers apart: memories of a family that keep other states, and kinds of attention."""
     config = make_config(case)
-    layers = zip(config.layer_types, config.state_specs)
+    layers = enumerate(zip(config.layer_types, config.state_specs))
     return [
-        kind if "attention" in kind else (case.model_type, kind, *sorted(spec))
-        for kind, spec in layers
+        kind
+        if "attention" in kind
+        else (case.model_type, kind, *sorted(spec), *layouts_of(config, i))
+        for i, (kind, spec) in layers
     ]
+
+
+def layouts_of(config, layer_idx: int) -> list[str]:
+    """What heads of a layer with a window see, by the layouts of their pasts."""
+    mixer = config.mixer_class(layer_idx)
+    parts = mixer.parts_of(config, layer_idx) if hasattr(mixer, "parts_of") else []
+    return [type(part.past).__name__ for part in parts]
 
 
 def passes_gradients(case: Case) -> bool:

@@ -220,7 +220,7 @@ def test_bits_that_are_changed_in_place_are_those_of_new_caches():
 @pytest.mark.parametrize("parts", [{"keys": 8, "values": 4}, {"keys": 4}, {"values": 8}], ids=str)
 @every_store
 @torch.no_grad()
-def test_keys_and_values_can_have_bits_of_their_own(name, options, parts):
+def test_keys_and_values_can_have_bits_of_their_own(name, options, parts, tmp_path):
     bits = {
         kind: parts
         for kind in make_config(CASE[name], **options).kinds_in_bits
@@ -241,6 +241,10 @@ def test_keys_and_values_can_have_bits_of_their_own(name, options, parts):
         assert_close(found, whole)
     cache = read(model.float(), tokens)
     assert state_bytes(cache) == 2 * cache_bytes(model.config, 14)  # of two rows
+    save_memory(cache, tmp_path / "memory", model)
+    loaded = load_memory(tmp_path / "memory", make_model(CASE[name], **options))
+    words = random_tokens(2, 3, seed=1)
+    assert torch.equal(go_on(model, loaded, words), go_on(model, cache, words))
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,7 @@ DEFAULT = {
     "sliding_window": 64,
     "num_sink_tokens": 4,
     "num_kept_tokens": 371,
+    "eviction": "change_of_output",
     "kept_block_size": 16,
     "cache_bits": 8,
 }
@@ -428,7 +429,9 @@ def test_heads_that_are_given_are_not_chosen_again():
         Recipe(options={"full_attention_heads": heads}), TEACHERS_WITH_WINDOWS["none"], text(4000)
     )
     assert plan.student.full_attention_heads == heads
-    assert plan.is_final
+    assert plan.num_heads_to_rank == 0
+    given = {"full_attention_heads": heads, "num_kept_tokens": 371}
+    assert resolve(Recipe(options=given), TEACHERS_WITH_WINDOWS["none"], text(4000)).is_final
     with pytest.raises(ValueError, match="full_attention_heads must be None with keep=heads:1/4"):
         made(keep="heads:1/4", options={"full_attention_heads": heads})
 
@@ -446,9 +449,12 @@ def test_a_size_in_a_word_fits_each_teacher(size, name):
     assert cache_share(plan.student, teacher, 2**17) <= 1
 
 
+MEAN = "371 of each head in the mean, more where predictions need them, beside a window of 64"
+
+
 @pytest.mark.parametrize(
     ("keep", "said"),
-    [("heads:1/2", "371 of each head, beside a window of 64"), ("heads:1/1", None)],
+    [("heads:1/2", MEAN), ("heads:1/1", None)],
 )
 def test_a_plan_says_how_many_tokens_heads_keep(keep, said):
     plan = resolve(Recipe(keep=keep), make_teacher("llama").config, text(4000))

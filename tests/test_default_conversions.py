@@ -95,7 +95,8 @@ def test_presets_do_not_change_what_was_resolved(monkeypatch):
     """As a later version with other defaults would."""
     first = resolve(Recipe(), make_teacher().config, TOKENS)
     other = Schedule(1, 1.0, batch_size=3, length=77)
-    for name, value in {"NEAR": other, "TRANSFER": other, "WINDOW": 99, "SHARE": "none"}.items():
+    schedules = {"NEAR_SCHEDULE": other, "TRANSFER_SCHEDULE": other}
+    for name, value in {**schedules, "WINDOW": 99, "SHARE": "none"}.items():
         monkeypatch.setattr(f"hf_memory.conversion.defaults.{name}", value)
     again = resolve(first.recipe, make_teacher().config, TOKENS)
     assert again.recipe == first.recipe

@@ -123,6 +123,33 @@ def test_a_served_student_writes_what_the_student_writes(example, teacher, capsy
     assert "both write the same: True" in capsys.readouterr().out
 
 
+def test_a_page_shows_which_tokens_heads_hold_by_each_policy(example, teacher, capsys):
+    keeps = {"sliding_window": 2, "num_sink_tokens": 1, "kept_block_size": 2}
+    student = make_student(load_teacher(str(teacher)), num_kept_tokens=[[1, 2], [2, 2]], **keeps)
+    student.save_pretrained("student")
+    AutoTokenizer.from_pretrained(teacher).save_pretrained("student")
+    words = ["the", "end", "of", "the", "text", ".", "the", "end", "of", "a", "text"]
+    Path("text.txt").write_text(" ".join(words), encoding="utf-8")
+    example("kept_tokens", "student", "text.txt", "kept.html")["main"]()
+    assert "kept.html has the page" in capsys.readouterr().out
+    page = Path("kept.html").read_text(encoding="utf-8")
+    assert re.findall(r"<h2>(\w+)</h2>", page) == ["received_attention", "change_of_output"]
+    for column in page.split("<section>")[1:]:
+        shares = [int(x) for x in re.findall(r'title="(\d+)% of the heads"', column)]
+        assert len(shares) == len(words)
+        assert shares[0] == shares[-1] == shares[-2] == 100
+        assert sum(shares) == 25 * (4 * (1 + 2 + len(words) % 2) + 1 + 2 + 2 + 2)
+
+
+def test_a_page_of_a_student_that_keeps_no_tokens_is_refused(example, teacher):
+    student = make_student(load_teacher(str(teacher)), num_kept_tokens=0, cache_bits=None)
+    student.save_pretrained("student")
+    AutoTokenizer.from_pretrained(teacher).save_pretrained("student")
+    Path("text.txt").write_text("the end", encoding="utf-8")
+    with pytest.raises(SystemExit, match="the student must have heads that keep tokens"):
+        example("kept_tokens", "student", "text.txt", "kept.html")["main"]()
+
+
 def test_the_delta_rule_in_a_module_learns_to_look_values_up(example, capsys):
     example("op_in_a_module")
     assert capsys.readouterr().out.endswith("step 100: 100% of answers right\n")

@@ -392,8 +392,10 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
     schedules = [
         Schedule(**described[name]) for name in ("transfer", "distillation", "fine-tuning")
     ]
-    transfer = defaults.TRANSFER._replace(steps=1, learning_rate=1e-4, batch_size=2, length=32)
-    distillation = defaults.DISTILLATION._replace(
+    transfer = defaults.TRANSFER_SCHEDULE._replace(
+        steps=1, learning_rate=1e-4, batch_size=2, length=32
+    )
+    distillation = defaults.DISTILLATION_SCHEDULE._replace(
         steps=3, learning_rate=1e-5, batch_size=1, length=16
     )
     assert schedules == [transfer, distillation, Schedule(2, 1e-4, 1, 128)]

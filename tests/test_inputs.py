@@ -274,7 +274,7 @@ WRONG_RECIPES = [
     ({"temperature": "1"}, "temperature must be float, got '1'"),
     ({"teacher_bits": "4"}, "teacher_bits must be int | None, got '4'"),
     ({"seed": 1.0}, "seed must be int, got 1.0"),
-    ({"spread_kept": "yes"}, "spread_kept must be bool, got 'yes'"),
+    ({"kept_by_head": "yes"}, "kept_by_head must be bool | None, got 'yes'"),
 ]
 
 

@@ -28,6 +28,7 @@ import test_forgetting
 import test_generation
 import test_gguf
 import test_inputs
+import test_kept_tokens
 import test_kv_eviction
 import test_loading
 import test_modeling
@@ -46,7 +47,7 @@ from hf_memory.cache import MemoryLayer
 from hf_memory.cache_bits import ALL_BITS
 from hf_memory.conversion import defaults, plan, recipe, students
 from hf_memory.conversion.stages import distillation, trainer
-from hf_memory.conversion.students import weights
+from hf_memory.conversion.students import kept_tokens, weights
 from hf_memory.conversion.teachers import gguf
 from hf_memory.decoding import datastore
 from hf_memory.evaluation import counts, language, scores, tasks
@@ -163,6 +164,18 @@ def test_a_resume_that_starts_over_is_seen(monkeypatch, tmp_path):
         test_conversion.test_a_stopped_conversion_goes_on_as_if_it_had_not_been_stopped(
             tmp_path, "distillation"
         )
+
+
+def test_errors_that_predictions_do_not_weigh_are_seen(monkeypatch):
+    """As when heads get tokens by how far their outputs move, whether or not these are heard."""
+    of_layers = kept_tokens.seen_by_layers
+
+    def unweighed(*given):
+        return [(seen, torch.ones_like(gradient)) for seen, gradient in of_layers(*given)]
+
+    monkeypatch.setattr(kept_tokens, "seen_by_layers", unweighed)
+    with pytest.raises(AssertionError):
+        test_kept_tokens.test_the_one_head_that_predictions_need_keeps_most(1, 0)
 
 
 def test_a_teacher_with_dropout_is_seen(monkeypatch):
@@ -535,7 +548,7 @@ def test_scales_of_other_groups_of_channels_are_seen(monkeypatch):
     monkeypatch.setattr(codes, "group_matrix", lambda D, like: like.new_ones(D // 32, D))
     with pytest.raises(AssertionError):
         test_attention_in_bits.test_products_of_codes_are_those_of_numbers(
-            None, 96, rows.Rows(8, 8)
+            None, 96, rows.Rows(4, 4)
         )
 
 
@@ -557,6 +570,14 @@ def test_the_end_of_a_static_cache_taken_for_that_of_its_text_is_seen(monkeypatc
     monkeypatch.setattr(rows.Rows, "seen_among", at_the_end)
     with pytest.raises(AssertionError):
         test_cache_bits.test_a_static_cache_reads_as_none("attention-sinks-bits", {}, True)
+
+
+def test_states_of_a_static_cache_that_grow_with_the_text_are_seen(monkeypatch):
+    layer = cache.StaticMemoryLayer
+    monkeypatch.setattr(layer, "_with_room", lambda self, states, tokens_read: states)
+    monkeypatch.setattr(layer, "room", None)
+    with pytest.raises(AssertionError):
+        test_compile.test_states_of_a_static_cache_are_written_in_place(CASE["mosaic-full"])
 
 
 def test_calls_in_the_bits_of_another_thread_are_seen(monkeypatch):

@@ -75,14 +75,14 @@ class StudentFlags:
             rich_help_panel=WHAT,
         ),
     ] = False
-    spread_kept: Annotated[
-        bool,
+    kept_by_head: Annotated[
+        bool | None,
         options.in_file(
-            "Let layers keep different numbers of older tokens, as many in total, where they bring the student "
-            "nearest to its teacher before training.",
-            "--spread-kept",
+            "Let heads keep different numbers of older tokens, as many in total, by what the teacher's predictions "
+            "need; default: true unless num_kept_tokens is given.",
+            "--kept-by-head",
         ),
-    ] = False
+    ] = None
     transfer: Annotated[list[str] | None, schedule(schedule_of("attention transfer"))] = None
     distillation: Annotated[
         list[str] | None,

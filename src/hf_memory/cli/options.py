@@ -186,7 +186,7 @@ def _value(text: str) -> bool | int | float | str | list | dict | None:
 
 
 def set_cache_bits(config: PreTrainedConfig, words: str | None) -> None:
-    """Set `cache_bits` of a config as a flag says: 8, 4, or NAME=BITS with commas between several; None: leave it.
+    """Set `cache_bits` of a config as a flag says: 8, 4, NAME=BITS with commas between several, or JSON; None: as is.
 
     Raises:
         ValueError: if the config is not of this package, or the bits are none that it can have.
@@ -197,8 +197,9 @@ def set_cache_bits(config: PreTrainedConfig, words: str | None) -> None:
         raise ValueError(
             f"cache_bits must not be given for a model of another package, got {words} for {config.model_type}"
         )
-    bits = read_pairs(words.split(",")) if "=" in words else _value(words)
-    check_type("cache_bits", bits, int | dict[str, int])
+    is_pairs = "=" in words and not words.startswith("{")
+    bits = read_pairs(words.split(",")) if is_pairs else _value(words)
+    check_type("cache_bits", bits, int | dict[str, int | dict[str, int]])
     config.cache_bits = bits  # type: ignore[assignment]
     config.validate_architecture()
 

@@ -29,7 +29,7 @@ class Choice:
         scores: scores of all heads that could keep it, the best first; empty if none were ranked.
         keep: the share of the heads that a goal has decided; None without a goal.
         options: options of the student that weights have decided, in place of the recipe's: those of a goal, and the
-            older tokens that each layer keeps.
+            older tokens that each head keeps.
         tried: the students that were measured for a goal, the chosen one last.
     """
 
@@ -41,10 +41,9 @@ class Choice:
     tried: "tuple[Tried, ...]" = ()
 
     def applied_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with what weights have decided in place of a goal, and of tokens to spread."""
+        """The recipe with what weights have decided in place of a goal, and of one number of kept tokens."""
         options = {**recipe.options, **self.options}
-        is_spread = isinstance(self.options.get("num_kept_tokens"), list)
-        decided: dict[str, Any] = {"spread_kept": False} if is_spread else {}
+        decided: dict[str, Any] = {"kept_by_head": False}
         if self.keep is not None:
             decided |= {"keep": self.keep, "goal": None}
         return replace(recipe, options=options, **decided)

@@ -1,4 +1,4 @@
-"""Choosing by a teacher's weights what keeps its attention, and how many older tokens layers keep."""
+"""Choosing by a teacher's weights what keeps its attention, and how many older tokens heads keep."""
 
 import json
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.run_identity import FINGERPRINT
 from hf_memory.conversion.stages.sharding import processes
-from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
-from hf_memory.conversion.untrained import ranked_heads, untrained_student
+from hf_memory.conversion.students.kept_tokens import kept_by_head
+from hf_memory.conversion.untrained import ranked_heads
 from hf_memory.files.folders import replaced
 from hf_memory.files.text import Text
 
@@ -34,8 +34,8 @@ def choose(
 ) -> Choice:
     """Decide what a plan without a choice leaves open.
 
-    The smallest student that reaches a goal is found; else layers or heads are ranked. Then the tokens that layers keep
-    are spread. If there are several processes, all get the choice of the first one.
+    The smallest student that reaches a goal is found; else layers or heads are ranked. Then it is
+    decided how many older tokens each head keeps. If there are several processes, all get the choice of the first one.
 
     Args:
         teacher: the teacher; it is not changed.
@@ -83,11 +83,10 @@ def _decided(
     elif plan.keep.is_ranked:
         ranking = ranked_heads(observed, tokens, plan, report=run.report)
         choice = choice_by_ranking(plan.recipe, plan.teacher, ranking)
-    if plan.recipe.spread_kept:
+    if plan.recipe.kept_by_head:
         alike = plan.with_choice(choice)
-        student, _ = untrained_student(teacher, tokens, alike, quantized=quantized)
-        length = plan.recipe.distillation.length
-        numbers = spread_kept_tokens(student, observed, tokens, length=length, report=run.report)
+        how: dict = {"length": alike.training_length, "seed": plan.recipe.seed}
+        numbers = kept_by_head(observed, tokens, alike.student, **how, report=run.report)
         choice = replace(choice, options={**choice.options, "num_kept_tokens": numbers})
     return choice
 

@@ -128,6 +128,7 @@ def window_options(to: str, tokens: int = WINDOW, *, keeps: bool = True) -> dict
         "sliding_window": near,
         "num_sink_tokens": SINKS,
         "num_kept_tokens": held - near - SINKS - BLOCK,
+        "eviction": "change_of_output",
         "kept_block_size": BLOCK,
         "cache_bits": 8,
     }
@@ -156,6 +157,22 @@ def within_teacher(options: dict[str, Any], teacher: PreTrainedConfig) -> dict[s
         "full_attention_window": min(reach or own, own),
     }
     return options | {x: y for x, y in bounded.items() if y or x in options}
+
+
+def kept_by_head(recipe: Recipe, given: Recipe) -> bool:
+    """Whether weights decide how many older tokens each head keeps: by default if nobody has said how many.
+
+    Args:
+        recipe: the recipe with the student's options, and with what a choice has decided.
+        given: the recipe as it was given.
+    """
+    kept = recipe.options.get("num_kept_tokens", 0)
+    is_number = type(kept) is int and kept > 0
+    if recipe.kept_by_head:
+        check(is_number, "num_kept_tokens", "one number, the mean, with kept_by_head", kept)
+    if recipe.kept_by_head is not None:
+        return recipe.kept_by_head
+    return is_number and "num_kept_tokens" not in given.options
 
 
 def with_stages(

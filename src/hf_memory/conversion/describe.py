@@ -346,11 +346,8 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "start", "equal to the teacher, so that there is no attention transfer"
     if kept := _kept_tokens(plan.student):
         mean = round(sum(kept) / len(kept))
-        more = (
-            " in the mean, more where they bring the student nearer"
-            if plan.given.spread_kept
-            else ""
-        )
+        is_mean = plan.recipe.kept_by_head or len(set(kept)) > 1
+        more = " in the mean, more where predictions need them" if is_mean else ""
         yield (
             "older tokens kept",
             f"{mean} of each head{more}, beside a window of {plan.student.sliding_window}",

@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion import defaults
 from hf_memory.conversion.choice import Choice, chosen_student, likely_choice
-from hf_memory.conversion.defaults import student_keep, student_options, with_loss, with_stages
+from hf_memory.conversion.defaults import (
+    kept_by_head,
+    student_keep,
+    student_options,
+    with_loss,
+    with_stages,
+)
 from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.recipe import Recipe, Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
@@ -207,11 +213,11 @@ def _planned(
     recipe = given if choice is None else choice.applied_to(given)
     keep = student_keep(recipe, teacher)
     recipe = replace(recipe, keep=keep, options=student_options(recipe, keep, teacher))
-    is_open = recipe.goal is not None or keep.is_ranked or recipe.spread_kept
+    recipe = replace(recipe, kept_by_head=kept_by_head(recipe, given))
+    is_open = recipe.goal is not None or keep.is_ranked or recipe.kept_by_head
     is_final = choice is not None or not is_open
     choice = likely_choice(recipe, teacher) if choice is None else choice
     config = chosen_student(recipe, choice, teacher)
-    _check_spread(recipe, config)
     whole = _on_meta(teacher)
     student = _on_meta(config)
     carry_over(student, whole)
@@ -238,15 +244,6 @@ def _planned(
         training_length=training_length,
         teacher_parameters=_count(whole),
         quantized_parameters=num_quantized(whole) if recipe.teacher_bits else 0,
-    )
-
-
-def _check_spread(recipe: Recipe, student: PreTrainedConfig) -> None:
-    """Raise ValueError if there is no number of kept tokens to spread over the layers."""
-    kept_tokens = getattr(student, "num_kept_tokens", 0)
-    is_number = type(kept_tokens) is int and kept_tokens > 0
-    check(
-        is_number or not recipe.spread_kept, "num_kept_tokens", "one number to spread", kept_tokens
     )
 
 

@@ -159,15 +159,16 @@ class Recipe:
             from 0, or words; it becomes a `Keep`. `"heads:1/10"` keeps no layer; instead a tenth of the key-value heads
             in replaced layers keep all keys and values, those that predictions of the teacher need most, see
             `rank_heads_by_predictions`. The other heads have what options say: by default a window of 64 tokens, four
-            first ones and 371 others that received attention, in 8 bits; or with a memory of another kind a window of
+            first ones and 371 others in the mean, in 8 bits; or with a memory of another kind a window of
             256 tokens and what left it. `"auto"` keeps the quarter of the layers that matter most (an eighth with
             `"auto:1/8"`), those whose heads' scores of the same ranking have the largest sum. `"retrieval:1/10"` ranks
             heads by their retrieval, see `rank_heads_by_retrieval`, which needs no gradients.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
         servable: whether the student gets the options that inference engines have, and is refused if none can run it.
         size: how much students without another memory hold, a name in SIZES; default: what `keep` and `options` say.
-        spread_kept: whether layers keep different numbers of older tokens (`num_kept_tokens`), as many in total, where
-            the student comes nearest to its teacher by them before it is trained, see `spread_kept_tokens`.
+        kept_by_head: whether heads keep different numbers of older tokens, as many in total as with `num_kept_tokens`
+            each, by what their errors do to the teacher's predictions, see `students.kept_tokens`. Default: yes, unless
+            `options` say how many each head or layer keeps.
         transfer: schedule of attention transfer. `Schedule.with_some(steps=20)` gives some of its fields; others have
             defaults, here and in the next two. Windows of the default length are shortened for a teacher or a text that
             has fewer tokens. A stage with 0 steps is left out. Attention transfer is also left out if the student
@@ -196,7 +197,7 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     servable: bool = False
     size: str | None = None
-    spread_kept: bool = False
+    kept_by_head: bool | None = None
     transfer: Schedule = BY_DEFAULT
     distillation: Schedule = BY_DEFAULT
     fine_tuning: Schedule = BY_DEFAULT

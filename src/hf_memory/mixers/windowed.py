@@ -2,7 +2,7 @@
 
 The projections are those of attention. Most key-value heads see a window and the first tokens of the sequence or a
 learned sink in their place (https://arxiv.org/abs/2309.17453). In one softmax with these is nothing else; or older
-tokens that received attention, as in students by default (`Kept`); or a memory of all tokens between. Some heads
+tokens that are worth most, as in students by default (`Kept`); or a memory of all tokens between. Some heads
 can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 

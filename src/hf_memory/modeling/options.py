@@ -97,8 +97,9 @@ class AttentionWindow(PreTrainedConfig):
             values each key-value head of `"sliding_heads"` layers keeps beside its window. A list has the number of
             each layer, or a list of those of its key-value heads, of which heads that keep everything ignore theirs.
         eviction (`str`, defaults to `"received_attention"`): which tokens these are: the policy says which are worth
-            most. `"received_attention"`: those that received most attention, of what sinks leave. `register_eviction`
-            adds others.
+            most. `"received_attention"`: those that received most attention, of what sinks leave.
+            `"change_of_output"`: those without which outputs would change most. `"random"` is for comparisons, and
+            `register_eviction` adds others.
         kept_block_size (`int`, defaults to 32): number of tokens after which it is decided which ones stay; until then
             all of these are seen.
         full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads of these layers that

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.precision import upcast, without_autocast
+from hf_memory.ops.precision import without_autocast
 
 BITS = (8, 4)
 GROUP = 32  # channels that share a scale in 4 bits
@@ -33,6 +33,7 @@ SMALLEST = 2.0**-126  # a scale, so that none is zero
 NAN_OF_SHORT = 0x7F80  # the bits of a bfloat16 that is not finite are at least these
 
 
+@lru_cache
 def packed_bytes(channels: int, bits: int) -> int:
     """Bytes of a packed row of so many channels: an even number, since scales have two bytes."""
     of_bits = {8: 2 + channels + channels % 2, 4: 4 * _groups(channels) + _code_bytes(channels)}
@@ -51,18 +52,14 @@ def unpack(packed: Tensor, channels: int, bits: int, dtype: torch.dtype) -> Tens
 
 def scales(packed: Tensor, bits: int) -> Tensor:
     """The scale of packed rows [..., 1], or with 4 bits the scales and least numbers [..., 2 n] of n groups."""
-    if bits == 8:
-        return _numbers_of(packed[..., :2])
-    n = -(-packed.shape[-1] // (4 + GROUP // 2))
-    return _numbers_of(packed[..., : 4 * n])
+    groups = -(-packed.shape[-1] // (4 + GROUP // 2))
+    size = {8: 2, 4: 4 * groups}[bits]
+    return _numbers_of(packed[..., :size])
 
 
 def codes(packed: Tensor, channels: int, bits: int) -> Tensor:
     """The codes [..., channels] of packed rows: of 8 bits in int8, of 4 in uint8."""
-    if bits == 8:
-        return _signed(packed[..., 2 : 2 + channels])
-    both = packed[..., 4 * _groups(channels) :]
-    return torch.cat([both & 15, both >> 4], -1)[..., :channels]
+    return CODES[bits](packed, channels)
 
 
 def rounded(x: Tensor, packed: Tensor, bits: int) -> Tensor:
@@ -112,18 +109,15 @@ def group_matrix(channels: int, like: Tensor) -> Tensor:
 
 
 def _pack(x: Tensor, bits: int) -> Tensor:
-    x = upcast(x)
-    # in float64, whose sums are the same numbers in float32 whatever their order
-    x = rotated(x.double()).to(x.dtype)
-    return PACKING[bits](x)
+    # in float64, whose sums round to the same codes whatever their order
+    return PACKING[bits](rotated(x.double()))
 
 
 def _pack_row(x: Tensor) -> Tensor:
-    D = x.shape[-1]
     largest = x.abs().amax(-1, keepdim=True)
     scale = largest.div_(MOST).clamp_(min=SMALLEST).to(torch.bfloat16)
-    code = (x / scale).round_().clamp_(-MOST, MOST)
-    if D % 2:
+    code = x.div_(scale).round_()  # at most MOST, since a scale is rounded by less than half a code
+    if x.shape[-1] % 2:
         code = F.pad(code, (0, 1))
     return torch.cat([_bytes_of(scale), _unsigned(code)], -1)
 
@@ -147,16 +141,36 @@ def _pack_groups(x: Tensor) -> Tensor:
 PACKING = {8: _pack_row, 4: _pack_groups}
 
 
+def _codes_of_row(packed: Tensor, channels: int) -> Tensor:
+    return _signed(packed[..., 2 : 2 + channels])
+
+
+def _codes_of_groups(packed: Tensor, channels: int) -> Tensor:
+    both = packed[..., 4 * _groups(channels) :]
+    return torch.cat([both & 15, both >> 4], -1)[..., :channels]
+
+
+CODES = {8: _codes_of_row, 4: _codes_of_groups}
+
+
 def _unpack(packed: Tensor, D: int, bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     numbers = scales(packed, bits).contiguous().to(wide)  # of contiguous numbers this is faster
-    each = codes(packed, D, bits).to(wide)
-    if bits == 8:
-        return rotated(each.mul_(numbers)).to(dtype)
-    groups = group_matrix(D, numbers)
+    return rotated(UNPACKING[bits](codes(packed, D, bits).to(wide), numbers)).to(dtype)
+
+
+def _unpack_row(each: Tensor, scale: Tensor) -> Tensor:
+    return each.mul_(scale)
+
+
+def _unpack_groups(each: Tensor, numbers: Tensor) -> Tensor:
+    groups = group_matrix(each.shape[-1], numbers)
     # of each channel, faster than expanding
     scale, least = (x @ groups for x in numbers.chunk(2, -1))
-    return rotated(torch.addcmul(least, each, scale)).to(dtype)
+    return torch.addcmul(least, each, scale)
+
+
+UNPACKING = {8: _unpack_row, 4: _unpack_groups}
 
 
 def _unsigned(code: Tensor) -> Tensor:

@@ -1,128 +1,252 @@
-"""How many older tokens each layer of a student keeps: more where its distance from its teacher falls most by them."""
+"""How many older tokens each head of a student keeps: more where its teacher's predictions change most without them.
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+A head that keeps n tokens has other outputs than its teacher's, by d_t at token t, with the teacher's own queries, keys
+and values. If g_t is the gradient by that output of the log-likelihood of labels, which are drawn from what the teacher
+predicts, then the sum of (g_t d_t)^2 over a text estimates what the head's error does to the predictions: it is the
+part of single heads and tokens in the Fisher form of the KL divergence.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from hf_memory.conversion.stages.divergence import divergence
-from hf_memory.evaluation.shares import mixers_with_memory
+from hf_memory.conversion.stages.divergence import cross_entropy, last_hidden_states, sliced_loss
+from hf_memory.conversion.stages.trainer import only_these_learn
+from hf_memory.conversion.students import is_mixed, own_window
+from hf_memory.conversion.students.heads import attention_by
 from hf_memory.files.text import Text
-from hf_memory.modeling.any_model import head
-from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.layers import upcast
+from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.policy import POLICIES
+from hf_memory.mixers.windowed import WindowedMixer
+from hf_memory.ops.kv_eviction import Rule, retained_attention
 from hf_memory.progress import Progress, silent
 
-# one layer after the other is tried with these multiples of the usual number of tokens
-LESS = 1 / 4
-MORE = 5 / 2
-Input = tuple[Tensor, dict[str, Any]]  # hidden states, and a layer's other arguments
+LEVELS = (16 / 45, 32 / 45, 64 / 45, 128 / 45)  # 128, 256, 512 and 1,024 tokens of 360
+PROSE = 2  # rows of the text as it is; as many have passages that come again
+PIECE = 32  # tokens of each of the pieces that come again
+AGAIN = 1 / 4  # of a row is what comes again
+
+
+class Seen(NamedTuple):
+    """What a layer of a teacher saw of a text, [B, T, heads, D] each, and how."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    outputs: Tensor
+    probe: Tensor  # a zero that was added to the outputs, for their gradient
+    scale: float
+    softcap: float
 
 
 class Step(NamedTuple):
-    """That a layer keeps more tokens than before."""
+    """That a head keeps more tokens than before."""
 
-    fall: float  # of the divergence, in nats for each of these tokens and each head of the layer
-    layer: int  # place of the layer among those that keep tokens
+    fall: float  # of its error, for each of these tokens
+    head: int
     tokens: int  # how many more
 
 
-@torch.no_grad()
-def spread_kept_tokens(
-    student: MemoryForCausalLM,
+def kept_by_head(
     teacher: PreTrainedModel,
     tokens: Text | Tensor,
+    student: Any,
     *,
     length: int,
+    seed: int = 0,
     report: Callable[[Progress], None] = silent,
-) -> list[int]:
-    """The number of kept tokens of each layer with which an untrained student is nearest to its teacher.
+) -> list[list[int]] | int:
+    """The `num_kept_tokens` of each head of a student, at four levels, as many in total as with equal numbers.
 
-    All heads together keep as many tokens as before. KL(teacher || student) is measured with a quarter of the tokens in
-    one layer, and with 2.5 times as many, for one layer after the other, of which those before it are not read again.
-    It is then taken to be a sum over layers, and linear between these numbers, and tokens go where it falls most.
+    One head may be between two levels, by what is left of the total. Rows of the text as it is and rows in which
+    passages come again count alike. If they are so short that no head drops a token, the number is that of the config.
 
     Args:
-        student: a student whose layers all keep `num_kept_tokens`; it is not changed.
-        teacher: its teacher.
-        tokens: the training text, of which the window in the middle is read.
-        length: tokens of this window.
+        teacher: the teacher, or its quantised form; it is not changed.
+        tokens: [T], the training text.
+        student: the student's config, with one number of kept tokens.
+        length: tokens of a row, or fewer for a short text.
+        seed: for the labels that are drawn.
         report: is called with the progress.
     """
-    config: Any = student.config
-    usual = config.num_kept_tokens
-    fewer = round(usual * LESS)
-    more = round(usual * MORE)
-    mixers = [x for x in mixers_with_memory(student) if x.near_heads]
+    mean = student.num_kept_tokens
     text = Text.of(tokens)
-    row = text.windows(torch.tensor([(len(text) - length) // 2]), length).to(teacher.device)
-    target = teacher(row, use_cache=False).logits[0]
-    inputs = _inputs(student, row)
-
-    def distance(first: int) -> float:
-        return divergence(_logits(student, inputs, first)[0], target).item() / length
-
-    distances = {usual: distance(0)}
-    steps: list[Step] = []
-    for i, mixer in enumerate(mixers):
-        report(Progress("measuring how many tokens layers keep", i, len(mixers)))
-        for number in (fewer, more):
-            with mixer.keeping(number):
-                distances[number] = distance(mixer.layer_idx)
-        steps += _steps(i, len(mixer.near_heads), distances)
-    heads = [len(mixer.near_heads) for mixer in mixers]
-    spread = [usual] * config.num_hidden_layers
-    for mixer, number in zip(mixers, _tokens_by_layer(steps, heads, fewer, usual * sum(heads))):
-        spread[mixer.layer_idx] = number
-    return spread
+    length = min(length, len(text))
+    levels = levels_of(mean, student, teacher.config)
+    if length <= past_of(student, mean).stay or levels[-1] <= mean:
+        return mean
+    heads = near_heads(student)
+    rows = rows_of(text, length)
+    errors = dict.fromkeys(levels, torch.zeros(len(heads), dtype=torch.float64))
+    for done, row in enumerate(rows):
+        report(Progress("weighing what heads keep", done, len(rows)))
+        of_row = errors_of(teacher, row, student, (*levels, mean), seed + done)
+        whole = of_row[mean].sum()
+        errors = {number: x + of_row[number] / whole for number, x in errors.items()}
+    kept = student.kept_tokens
+    for (layer, head), number in zip(heads, numbers_of(errors, mean * len(heads))):
+        kept[layer][head] = number
+    return kept
 
 
-def _inputs(student: MemoryForCausalLM, input_ids: Tensor) -> list[Input]:
-    """What each layer reads of tokens [B, T]."""
-    inputs: list[Input] = []
-    keep = lambda _, args, others: inputs.append((*args, others))  # noqa: E731
-    with ExitStack() as hooks:
-        for layer in student.model.layers:
-            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
-        student(input_ids, use_cache=False, logits_to_keep=1)
-    return inputs
+def near_heads(student: Any) -> list[tuple[int, int]]:
+    """The layers and numbers of the key-value heads that have a window."""
+    full = student.full_attention_heads or [[]] * student.num_hidden_layers
+    return [
+        (layer, head)
+        for layer, kind in enumerate(student.layer_types)
+        for head in range(student.num_key_value_heads)
+        if kind == "sliding_heads" and head not in full[layer]
+    ]
 
 
-def _logits(student: MemoryForCausalLM, inputs: Sequence[Input], first: int) -> Tensor:
-    """Logits [B, T, V] if the layers from the first on are read again."""
-    hidden_states, _ = inputs[first]
-    for layer, (_, others) in zip(student.model.layers[first:], inputs[first:]):
-        hidden_states = layer(hidden_states, **others)
-    return head(student, student.model.norm(hidden_states))
+def levels_of(mean: int, student: Any, teacher: Any) -> list[int]:
+    """The numbers of tokens that heads can keep; no head sees more than the longest window of its teacher."""
+    levels = [round(mean * x) for x in LEVELS]
+    own = own_window(teacher)
+    if own is None or is_mixed(teacher):
+        return levels
+    past = past_of(student, mean)
+    beside = past.stay - mean + past.block
+    most = max(mean, own - beside)
+    return sorted({min(x, most) for x in levels})
 
 
-def _steps(layer: int, heads: int, distances: Mapping[int, float]) -> list[Step]:
-    """The steps of a layer from each number of tokens to the next, from the divergence with each of three numbers.
+def past_of(student: Any, kept: int) -> Kept:
+    """What a head sees that keeps so many tokens."""
+    past = WindowedMixer.near_past(student, kept, is_alone=True)
+    assert isinstance(past, Kept)
+    return past
 
-    They are one step if the second gains more by token than the first, since a step can only follow those before it.
+
+def rows_of(text: Text, length: int) -> list[Tensor]:
+    """Rows [1, length] of a text: as it is, with a passage that comes again, and with pieces that come again."""
+    starts = torch.linspace(0, len(text) - length, PROSE + 2).long()
+    *prose, passage, pieces = text.windows(starts, length).split(1)
+    again = round(length * AGAIN)
+    first = len(text.start)
+    passage[:, -again:] = passage[:, first : first + again]
+    number = max(1, again // PIECE)
+    size = min(PIECE, again)
+    places = torch.linspace(first, length - again - size, number).long()
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(0))
+    found = [pieces[:, place : place + size] for place in places[order].tolist()]
+    pieces[:, -number * size :] = torch.cat(found, 1)
+    return [*prose, passage, pieces]
+
+
+def errors_of(
+    teacher: PreTrainedModel, row: Tensor, student: Any, numbers: Sequence[int], seed: int
+) -> dict[int, Tensor]:
+    """By how many tokens heads keep: the error [heads] of each head with a window on a row [1, T]."""
+    heads = near_heads(student)
+    layers = sorted({layer for layer, _ in heads})
+    seen = seen_by_layers(teacher, row.to(teacher.device), layers, seed)
+    errors: dict[int, list[Tensor]] = {number: [] for number in numbers}
+    for layer, (of_layer, gradient) in zip(layers, seen):
+        here = [head for at, head in heads if at == layer]
+        for number, of_number in errors.items():
+            error = _errors(of_layer, gradient, past_of(student, number), here)
+            of_number.append(error.cpu())
+    return {number: torch.cat(x).double() for number, x in errors.items()}
+
+
+def seen_by_layers(
+    teacher: PreTrainedModel, row: Tensor, layers: Sequence[int], seed: int
+) -> Iterator[tuple[Seen, Tensor]]:
+    """What layers of a teacher see of a row [1, T], and gradients of a log-likelihood by their heads' outputs.
+
+    The likelihood is that of labels which are drawn at each token from what the teacher predicts.
     """
-    numbers = sorted(distances)
+    is_fused = teacher.config._attn_implementation == "sdpa"
+    attend = sdpa_attention_forward if is_fused else eager_attention_forward
+    seen: dict[int, Seen] = {}
 
-    def step(n: int, m: int) -> Step:
-        return Step((distances[n] - distances[m]) / (m - n) / heads, layer, m - n)
+    def observed(module, query, key, value, attention_mask, **kwargs):
+        given = module, query, key, value, attention_mask
+        output, _ = checkpoint(attend, *given, use_reentrant=False, **kwargs)
+        if module.layer_idx in layers:
+            rows = (x.detach().transpose(1, 2) for x in (query, key, value))
+            probe = torch.zeros_like(output, requires_grad=True)
+            how = kwargs["scaling"], kwargs.get("softcap") or 0.0
+            seen[module.layer_idx] = Seen(*rows, output.detach(), probe, *how)
+            output = output + probe
+        return output, None
 
-    steps = [step(n, m) for n, m in pairwise(numbers)]
-    if steps[1] > steps[0]:
-        return [step(numbers[0], numbers[-1])]
-    return steps
+    dice = torch.Generator(row.device).manual_seed(seed)
+
+    def of_drawn_labels(logits: Tensor, _: slice) -> Tensor:
+        p = upcast(logits.detach()).softmax(-1)
+        return -cross_entropy(logits, torch.multinomial(p, 1, generator=dice)[:, 0])
+
+    with attention_by(teacher, observed), only_these_learn(teacher, ()), torch.enable_grad():
+        hidden_states = last_hidden_states(teacher, row)
+        likelihood = sliced_loss(teacher, hidden_states, of_drawn_labels)
+        of_layers = [seen[layer] for layer in layers]
+        gradients = torch.autograd.grad(likelihood, [x.probe for x in of_layers])
+    return zip(of_layers, gradients)
 
 
-def _tokens_by_layer(
-    steps: Sequence[Step], heads: Sequence[int], least: int, total: int
-) -> list[int]:
-    """The number of tokens of each layer, `least` or more, by the best steps within a total of all heads."""
-    numbers = [least] * len(heads)
-    rest = total - least * sum(heads)
-    for step in sorted(steps, reverse=True):
-        added = min(step.tokens, rest // heads[step.layer])
-        numbers[step.layer] += added
-        rest -= added * heads[step.layer]
+@torch.no_grad()
+def _errors(seen: Seen, gradient: Tensor, past: Kept, heads: list[int]) -> Tensor:
+    """The error of each of these key-value heads of a layer."""
+    H = seen.keys.shape[2]
+    of_heads = lambda x: x.unflatten(2, (H, -1))[:, :, heads].flatten(2, 3)  # noqa: E731
+    q, k, v = (of_heads(x) for x in (seen.queries, seen.keys, seen.values))
+    change = with_kept_tokens(q, k, v, past, seen.scale, seen.softcap) - of_heads(seen.outputs)
+    products = upcast(change) * upcast(of_heads(gradient))
+    return products.unflatten(2, (len(heads), -1)).sum((3, 4)).square().sum((0, 1))
+
+
+def with_kept_tokens(
+    q: Tensor, k: Tensor, v: Tensor, past: Kept, scale: float, softcap: float
+) -> Tensor:
+    """The outputs [B, T, HQ, V] of heads that keep some tokens, of queries [B, T, HQ, D], keys and values."""
+    B, T, H, _ = k.shape
+    more = -T % past.block
+    places = (0, 0, past.stay, more)
+    keys, values = (F.pad(x.transpose(1, 2), places) for x in (k, v))
+    numbers = torch.arange(1, T + 1, dtype=torch.int32, device=q.device)
+    numbers = F.pad(numbers, places[2:]).expand(B, H, -1)
+    score = upcast(q[:0]).new_zeros(B, H, past.stay)
+    policy = POLICIES[past.policy]
+    rule = Rule(past.block, past.first, past.window, policy, scale, softcap, None, False)
+    q = F.pad(q, (0, 0, 0, 0, 0, more))
+    return retained_attention(q, keys, values, numbers, score, rule)[0][:, :T]
+
+
+def numbers_of(errors: Mapping[int, Tensor], total: int) -> list[int]:
+    """How many tokens each head keeps, by the errors of all heads with each number, and how many there are for all.
+
+    Each has the least number, and then tokens go where they remove most error.
+    """
+    levels = sorted(errors)
+    rows = torch.stack([errors[level] for level in levels], 1).cummin(1).values.tolist()
+    numbers = [levels[0]] * len(rows)
+    rest = total - levels[0] * len(rows)
+    steps = [step for head, row in enumerate(rows) for step in _steps(head, levels, row)]
+    for step in sorted(steps, key=lambda step: -step.fall):
+        added = min(step.tokens, rest)
+        numbers[step.head] += added
+        rest -= added
     return numbers
+
+
+def _steps(head: int, levels: Sequence[int], errors: Sequence[float]) -> list[Step]:
+    """The steps between numbers of tokens on the convex hull of a head's errors, each with a smaller fall."""
+    points = list(zip(levels, errors))
+    hull = [points[0]]
+    while hull[-1] != points[-1]:
+        n, error = hull[-1]
+        later = [point for point in points if point[0] > n]
+        hull.append(max(later, key=lambda point: ((error - point[1]) / (point[0] - n), -point[0])))
+    return [Step((x - y) / (m - n), head, m - n) for (n, x), (m, y) in pairwise(hull)]

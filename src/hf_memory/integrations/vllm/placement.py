@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.mixers.pasts.everything import Everything
+from hf_memory.mixers.pasts.ring import Ring
 from hf_memory.mixers.transformer.forgetting import ForgettingHeads
 from hf_memory.mixers.windowed import WindowedMixer
 
@@ -23,13 +25,10 @@ DIVIDED = (
 def is_attention(config: Any, layer_idx: int) -> bool:
     """Whether vLLM's attention can run the mixer of a layer: attention over all tokens or the last ones."""
     mixer = config.mixer_class(layer_idx)
-    sees_older = config.num_sink_tokens or any(config.kept_tokens[layer_idx])
-    has_window = (
-        mixer is WindowedMixer
-        and config.layer_types[layer_idx] == "sliding_heads"
-        and not sees_older
-    )
-    return has_window or mixer is AttentionMixer
+    if mixer is not WindowedMixer or config.layer_types[layer_idx] != "sliding_heads":
+        return mixer is AttentionMixer
+    pasts = [part.past for part in mixer.parts_of(config, layer_idx)]
+    return all(type(x) is Everything or (type(x) is Ring and not x.first) for x in pasts)
 
 
 def has_heads_of_attention(mixer: type) -> bool:

@@ -4,11 +4,11 @@ A policy is one function of a block of tokens and of what its queries saw; see `
 """
 
 from hf_memory.ops.kv_eviction import (
-    EvictionPolicy,
     change_of_output,
     random_choice,
     received_attention,
 )
+from hf_memory.ops.kv_eviction.policies import EvictionPolicy
 
 POLICIES: dict[str, EvictionPolicy] = {
     "received_attention": received_attention,

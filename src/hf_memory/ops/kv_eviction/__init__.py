@@ -13,7 +13,6 @@ from hf_memory.ops.kv_eviction.chunk import Rule
 from hf_memory.ops.kv_eviction.policies import (
     DECAY,
     Block,
-    EvictionPolicy,
     change_of_output,
     random_choice,
     received_attention,
@@ -21,7 +20,6 @@ from hf_memory.ops.kv_eviction.policies import (
 
 __all__ = [
     "Block",
-    "EvictionPolicy",
     "Rule",
     "change_of_output",
     "random_choice",
