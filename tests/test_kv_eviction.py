@@ -54,7 +54,7 @@ def definition(q, k, v, memory=MEMORY, scale=0.3, softcap=None, other=None):
             block = Block(
                 *(x[None, None] for x in (q[of_block].transpose(0, 1), *seen, received, found))
             )
-            worth[held] = POLICIES[memory.policy](block)[0, 0].detach()
+            worth[held] = POLICIES[memory.policy](block)[0, 0].detach().to(worth.dtype)
             always = [j for j in held if j < memory.first or j > t - memory.window]
             others = sorted({*held} - {*always}, key=lambda j: (-worth[j], j))
             held = sorted(always + others[: memory.stay - len(always)])
@@ -174,6 +174,27 @@ def test_holds_what_is_worth_most(policy):
     _, held = definition(q[1, :, 2:], k[1, :, 1], v[1, :, 1], memory)
     assert states["number"][1, 1].tolist() == [j + 1 for j in held] + MEMORY.block * [0]
     assert held != [*range(2), *range(21, 30)]  # not the last tokens
+
+
+@pytest.mark.parametrize("parts", [[30], [13, 17], [25, *[1] * 5]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+@torch.no_grad()
+def test_a_policy_may_answer_in_any_dtype(dtype, parts, monkeypatch):
+    """Here with whole numbers, which each of them holds."""
+    inputs = [x.float() for x in make(30)]
+
+    def read(answer):
+        monkeypatch.setitem(POLICIES, "mine", lambda block: (7 * block.number % 11).to(answer))
+        states = None
+        outputs = []
+        for piece in zip(*(x.split(parts, 1) for x in inputs)):
+            o, states = attend(*piece, states, memory=MEMORY._replace(policy="mine"))
+            outputs.append(o)
+        return torch.cat(outputs, 1), states["number"], states["score"]
+
+    found = read(dtype)
+    assert found[2].dtype == torch.float32
+    assert all(map(torch.equal, found, read(torch.float32)))
 
 
 @pytest.mark.parametrize("parts", [[1] * 23, [3, 20], [7, 1, 15], [22, 1]])
