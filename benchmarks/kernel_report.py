@@ -30,7 +30,8 @@ from descriptors import end_of_narrow_products
 from hf_memory.ops import OPS, Op
 from hf_memory.ops.attention_in_bits import attention_in_bits
 from hf_memory.ops.bits import BITS, packed_bytes
-from hf_memory.ops.kv_eviction import KERNEL_POLICIES, EvictionPolicy, Rule, retained_attention
+from hf_memory.ops.kv_eviction import KERNEL_POLICIES, Rule, retained_attention
+from hf_memory.ops.kv_eviction.policies import EvictionPolicy
 from hf_memory.ops.rows import Rows
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.short_convolution import convolution_step
