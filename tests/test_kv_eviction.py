@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from cases import SIZES, largest_values
@@ -13,6 +14,7 @@ from hf_memory.mixers.pasts.kept import Kept
 from hf_memory.mixers.pasts.policy import POLICIES
 from hf_memory.mixers.pasts.rows import New
 from hf_memory.modeling import register_eviction
+from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.kv_eviction import Block, change_of_output, chunk, received_attention
 
 MEMORY = Kept(window=5, first=2, kept=4, block=3)
@@ -21,9 +23,9 @@ MEMORY = Kept(window=5, first=2, kept=4, block=3)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
-def make(T: int, B: int = 2):
+def make(T: int, B: int = 2, D: int = 6):
     generator = torch.Generator().manual_seed(T)
-    heads = (torch.randn(B, T, n, 6, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    heads = (torch.randn(B, T, n, D, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
     return [x.requires_grad_() for x in heads]
 
 
@@ -70,11 +72,11 @@ def expected(q, k, v, memory=MEMORY, softcap=None):
     return torch.stack(rows)
 
 
-def attend(q, k, v, states=None, memory=MEMORY, softcap=None, mask=None, **more):
+def attend(q, k, v, states=None, memory=MEMORY, softcap=None, mask=None, gates=None, **more):
     context = Context(None, mask, more.pop("cu_seqlens", None), states or {}, **more)
     tokens, tokens_read = context.tokens_and_count(q)
     new = New.of(k, v, memory.kind, context)
-    scores = Scores(0.3, softcap)
+    scores = Scores(0.3, softcap, gates=gates)
     if context.is_step(q):
         of_groups = q.unflatten(2, (k.shape[2], -1))
         o, mass = memory.attend_one_with_mass(of_groups, new, context, scores)
@@ -143,13 +145,13 @@ def test_equals_its_definition(policy, T, scores, softcap, monkeypatch):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @every_policy
 def test_kernel_decides_as_its_definition(policy, sizes, softcap):
-    """Also in a piece that begins within a block, and with rows of different lengths."""
+    """Also in a piece that begins within a block, with rows of different lengths and tiles that are not full."""
     memory = MEMORY._replace(policy=policy, **sizes)
     mask = torch.ones(2, 50, dtype=torch.bool)
     mask[1, 40:] = False
 
     def read(backend, dtype):
-        inputs = [x.detach().to(dtype).requires_grad_() for x in make(50)]
+        inputs = [x.detach().to(dtype).requires_grad_() for x in make(50, D=40)]
         outputs = []
         states = {}
         for part in (slice(19), slice(19, 50)):
@@ -159,6 +161,25 @@ def test_kernel_decides_as_its_definition(policy, sizes, softcap):
             outputs.append(o)
         o = torch.where(mask[..., None, None], torch.cat(outputs, 1), 0)
         return o, states, torch.autograd.grad(o.square().sum(), inputs)
+
+    assert_close(
+        read("triton", torch.float32), read("chunk", torch.float64), read("chunk", torch.float32)
+    )
+
+
+@every_policy
+def test_kernel_of_forget_gates_decides_as_its_definition(policy):
+    gates = GateChannels(6, 0.3)
+
+    def read(backend, dtype):
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(2, 50, 4, generator=generator).to(dtype).requires_grad_()
+        inputs = [x.detach().to(dtype).requires_grad_() for x in make(50)]
+        extended = gates.extend(*inputs, F.logsigmoid(logits).cumsum(1), 16)
+        how = {"gates": gates, "backend": backend}
+        o, states = attend(*extended, memory=MEMORY._replace(policy=policy), **how)
+        o = o[..., :6]  # the kernel's mass is without the sums
+        return o, states, torch.autograd.grad(o.square().sum(), [*inputs, logits])
 
     assert_close(
         read("triton", torch.float32), read("chunk", torch.float64), read("chunk", torch.float32)

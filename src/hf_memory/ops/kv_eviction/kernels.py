@@ -15,6 +15,7 @@ from hf_memory.ops.triton.launch import contiguous, launcher, precision, width
 _LEAST_REST = tl.constexpr(LEAST_REST)
 ROWS = 32
 CHANNELS = 64  # queries that are scored at once, and channels of a tile
+VALUE_CHANNELS = tl.constexpr(32)  # of a tile of values, where outputs are needed to decide
 
 
 class Meta(NamedTuple):
@@ -33,9 +34,8 @@ class Meta(NamedTuple):
     BR: int
     SOFTCAP: bool
     PRECISION: str
-    BY_CHANGE: bool = (
-        False  # entries are worth what outputs change without them, else what they receive
-    )
+    # whether entries are worth what outputs change without them, else what they receive
+    BY_CHANGE: bool = False
 
 
 class Given(NamedTuple):
@@ -115,8 +115,9 @@ def _changes(p, values, at, is_entry, meta: tl.constexpr):
     products = tl.zeros([meta.BR, meta.BM], tl.float32)
     of_outputs = tl.zeros([meta.BR], tl.float32)
     of_values = tl.zeros([meta.BM], tl.float32)
-    for first in range(0, meta.BD, 32):
-        c = first + tl.arange(0, 32)
+    # else shared memory would have to hold values beside keys, and in float32 the parts of both in tf32
+    for first in tl.range(0, meta.BD, VALUE_CHANNELS, disable_licm=True):
+        c = first + tl.arange(0, VALUE_CHANNELS)
         v = _tile_rows(values, at, c, meta.D, is_entry)
         o = tl.dot(tl.cast(p, v.dtype), v, input_precision=meta.PRECISION)
         o = tl.cast(o, v.dtype)
@@ -155,8 +156,9 @@ def _decide_kernel(given, score, decay, meta: tl.constexpr):
         at, token = _entries_of(given, row, block, meta)
         before = tl.load(score + i, mask=is_held, other=0.0)
         u = decay * before
-        keys = _tile_rows(given.k + entries * D, at, d, D, is_entry)
-        for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
+        parts = (meta.C * meta.G + meta.BR - 1) // meta.BR
+        for part in tl.range(parts, disable_licm=meta.BY_CHANGE):
+            keys = _tile_rows(given.k + entries * D, at, d, D, is_entry)
             place, at_query, is_query = _queries(row, start, part, tokens, meta)
             queries = _tile_rows(given.q, at_query, d, D, is_query)
             s = given.scale * tl.dot(queries, tl.trans(keys), input_precision=meta.PRECISION)
@@ -315,7 +317,10 @@ def retained_places(
     score = score.clone(memory_format=torch.contiguous_format)
     places = number.new_empty(B, H, T // block + 1, entries - T)
     given = Given(q, k, v, number, places, T // block, scale, softcap)
-    meta = _meta(q, k, block, entries - T, first, window, softcap)._replace(BY_CHANGE=by_change)
+    meta = _meta(q, k, block, entries - T, first, window, softcap)
+    if by_change:
+        # weights, and products of outputs and values, of more rows would not fit in registers
+        meta = meta._replace(BY_CHANGE=True, BR=min(16, meta.BR))
     launcher(_decide_kernel, (B * H,))(given, score, decay, meta=meta, num_warps=8, num_stages=1)
     return places, score
 
