@@ -1,17 +1,21 @@
 """All that waits for a GPU, in ten minutes of a fresh machine: `python benchmarks/on_gpu.py`.
 
-Parts come in the order of what they are worth, each with an end to its time, and each row is written to
+Parts come in the order of what they are worth, each with an end to its time. All up to `steps` fit into ten minutes
+even if each takes all of its own, and what they leave is for the others. Each row is written to
 benchmarks/results/on_gpu.json as soon as it is there: what is cut off is worth least.
 
     right      is each op right, forward and backward, in two dtypes and head sizes, against the reference in float64?
-               Those whose kernels failed on a GPU, or changed since they ran on one, are first
-    prepare    compiles what the next parts time, on all cores
-    students   the default student and its teacher, eight rows: a token in a CUDA graph, without one, and a prompt
+               Those whose kernels failed on a GPU, or have not run on one since they changed, are first
+    prepare    compiles what is timed next, on all cores
     ops        nine ops at two shapes beside PyTorch's forms of them, and their floors
-    steps      a training step of the student and of its teacher
-    tune       flash-linear-attention, where it is installed, compiles and tunes itself, on all cores
+    tune       flash-linear-attention, where it is installed, compiles and tunes itself, on all cores; as its ops tune
+               themselves side by side on one GPU, what they choose may not be the best
     fla        the nine ops beside those of flash-linear-attention
-    kernels    kernels beside others that serve the same call
+    students   the default student, the same with equal numbers of kept tokens, which kernels support, and their
+               teacher, eight rows: a token in a CUDA graph, in which students decide after every token what stays, a
+               token without a graph, and a prompt
+    steps      a training step of each of them
+    kernels    kernels beside others that serve the same call, or beside PyTorch's form
     models     models of 350 million parameters beside a Llama: a training step, a prompt, a token
     second GPU kernels on a GPU that is not the current one, where there are two
     shares     where the time of each of the nine ops goes
@@ -19,7 +23,11 @@ benchmarks/results/on_gpu.json as soon as it is there: what is cut off is worth 
 Each job is a process of its own: one that fails or takes too long is a row with its message, and the others go on.
 
     python benchmarks/on_gpu.py --only right              # one part; a regular expression of names of jobs
-    python benchmarks/on_gpu.py --dry-run                 # each job, on a CPU with small shapes: no measurement
+    python benchmarks/on_gpu.py --dry-run                 # before a GPU is taken
+
+A dry run runs the code of each job here, on a CPU with small shapes and interpreted kernels, and measures nothing. It
+says what failed, writes no result, and its exit status is 1 then. It takes minutes and leaves out what asks for
+flash-linear-attention or a second GPU.
 """
 
 import argparse
@@ -64,6 +72,7 @@ from hf_memory.check import (
     rwkv7_inputs,
 )
 from hf_memory.conversion import Recipe, make_student, resolve
+from hf_memory.conversion.students.kept_tokens import levels_of, near_heads, numbers_of
 from hf_memory.evaluation import cache_bytes
 from hf_memory.ops import delta_rule
 from hf_memory.ops.attention_in_bits import attention_in_bits
@@ -77,7 +86,8 @@ SIZES = ((128, "bfloat16"), (64, "float32"))  # channels of a head, and a dtype
 LENGTHS = ({"B": 2, "T": 200}, {"B": 1, "T": 1100})  # the second is cut into segments
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
 SMALL = (1, 32, 2, 16)  # in a dry run
-FIRST = ("neural_memory", "kept tokens", "attention in bits")  # failed, or changed since they ran
+# parts of names of calls that failed on a GPU, and of those that have not run on one since they changed
+FIRST = ("neural_memory", "kept tokens", "attention in bits", "one token", "gates of RWKV-7")
 NINE = (
     "linear attention",
     "delta rule, scalar decay",
@@ -90,7 +100,9 @@ NINE = (
     "neural memory, depth 2",
 )
 ROWS = 8
-CONTEXTS = (8192, 32768, 1024)
+REPLAYS = 20  # of a token in a CUDA graph
+ROOM = 32  # for these tokens in a cache of fixed size
+CONTEXTS = (8192, 1024, 32768)
 WIDTH = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
@@ -148,11 +160,16 @@ def right(device: str, number: int, channels: int, dtype: str) -> Iterator[dict]
         yield {**row, "error": found, "right": found < TOLERANCE[dtype]}
 
 
-def calls_with_kernels(channels: int, dtype: str) -> list[tuple]:
-    """What is given to `right`, those ops first that have failed on a GPU or have not run on one."""
-    numbers = [n for n, x in enumerate(CALLS) if "triton" in x.forms and dtype in x.dtypes]
-    numbers.sort(key=lambda n: CALLS[n].name not in FIRST)
-    return [(n, channels, dtype) for n in numbers]
+def calls_with_kernels(sizes: tuple[tuple[int, str], ...]) -> list[tuple]:
+    """What is given to `right`, at each size, in the order of `FIRST` and then of `CALLS`."""
+
+    def place(given: tuple) -> int:
+        name = CALLS[given[0]].name
+        return next((n for n, part in enumerate(FIRST) if part in name), len(FIRST))
+
+    calls = [(n, call) for n, call in enumerate(CALLS) if "triton" in call.forms]
+    given = [(n, *size) for size in sizes for n, call in calls if size[1] in call.dtypes]
+    return sorted(given, key=place)
 
 
 def second_gpu(device: str) -> Iterator[dict]:
@@ -212,23 +229,39 @@ def attempt(row: dict, rows: Iterator[dict]) -> Iterator[dict]:
 
 
 def students(device: str, tokens: int) -> Iterator[dict]:
-    """The default student and its teacher after so many tokens of each row."""
-    for name, model in student_and_teacher(device).items():
+    """Students and their teacher after so many tokens of each row."""
+    for name, model in students_and_teacher(device).items():
         row = {"model": name, "tokens": tokens, "rows": ROWS}
         yield from attempt(row, ({**row, **x} for x in costs(model, tokens, device)))
 
 
-def student_and_teacher(device: str) -> dict[str, Any]:
+def students_and_teacher(device: str) -> dict[str, Any]:
     """A Transformer of SmolLM2's shape with random weights, and the student that `convert` makes of it by default.
 
-    As many heads keep everything as by default, spread over the layers.
+    As many heads keep everything as by default, spread over the layers. What takes longest is last.
     """
     sizes = decode.SHAPE if device != "cpu" else decode.SHAPE | {"num_hidden_layers": 2}
     teacher = decode.make("Llama", sizes)
     options = resolve(Recipe(), teacher.config).recipe.options
-    heads = decode.HEADS["full_attention_heads"][: sizes["num_hidden_layers"]]
-    student = make_student(teacher, **options, full_attention_heads=heads)
-    return {"student": student, "teacher": teacher}
+    options["full_attention_heads"] = decode.HEADS["full_attention_heads"][
+        : len(teacher.model.layers)
+    ]
+    equal = make_student(teacher, **options)
+    options["num_kept_tokens"] = kept_of_random_heads(equal.config, teacher.config)
+    student = make_student(teacher, **options)
+    return {"student, equal numbers": equal, "teacher": teacher, "student": student}
+
+
+def kept_of_random_heads(student: Any, teacher: Any) -> list[list[int]]:
+    """How many tokens each head keeps, as `convert` decides it, with random numbers in place of errors of a text."""
+    mean = student.num_kept_tokens
+    heads = near_heads(student)
+    errors = torch.rand(len(heads), generator=torch.Generator().manual_seed(0))
+    by_level = {number: errors / number for number in levels_of(mean, student, teacher)}
+    kept = student.kept_tokens
+    for (layer, head), number in zip(heads, numbers_of(by_level, mean * len(heads))):
+        kept[layer][head] = number
+    return kept
 
 
 @torch.no_grad()
@@ -237,7 +270,7 @@ def costs(model: Any, tokens: int, device: str) -> Iterator[dict]:
     prompt = torch.randint(1000, (ROWS, tokens), device=device)
     token = prompt[:, :1]
     read = partial(model, use_cache=True, logits_to_keep=1)
-    fixed = StaticCache(config=model.config, max_cache_len=tokens + 64)
+    fixed = StaticCache(config=model.config, max_cache_len=tokens + ROOM)
     read(prompt, **{CACHE: fixed})
     of_cache = {"cache_bytes": ROWS * cache_bytes(model.config, tokens)}
     in_a_graph = {"what": "token in a graph", **of_cache}
@@ -246,13 +279,13 @@ def costs(model: Any, tokens: int, device: str) -> Iterator[dict]:
     growing = cache_of(read(prompt))
     one = lambda: read(token, **{CACHE: growing})  # noqa: E731
     yield {"what": "token", **of_cache, "ms": milliseconds(one, device)}
-    yield {"what": "prompt", "ms": of_three(lambda: read(prompt), device)}
+    yield {"what": "prompt", "ms": median(lambda: read(prompt), device, 3)}
 
 
-def of_three(call: Callable, device: str) -> float:
-    """Milliseconds of a call that takes long: the median of three, after those that have warmed it up."""
+def median(call: Callable, device: str, times: int) -> float:
+    """The median milliseconds of so many calls, where each of them takes long or changes what it reads."""
     taken = []
-    for _ in range(3 if device != "cpu" else 1):
+    for _ in range(times):
         start = time.perf_counter()
         call()
         if device != "cpu":
@@ -262,17 +295,20 @@ def of_three(call: Callable, device: str) -> float:
 
 
 def in_graph(row: dict, model: Any, token: Tensor, cache: Any) -> Iterator[dict]:
-    """A row with the milliseconds of the kernels of a token, which are captured; on a CPU of the token."""
+    """A row with the milliseconds of the kernels of a token, which are captured; on a CPU of the token.
+
+    Each time is the token after the last one, so there are no more of them than a cache of fixed size has room for.
+    """
     step = partial(model, token, **{CACHE: cache}, use_cache=True)
     step()
     if token.device.type == "cpu":
         without_waiting(model, token, StaticCache if isinstance(cache, StaticCache) else None)
-        yield {**row, "ms": milliseconds(step, "cpu")}
+        yield {**row, "ms": median(step, "cpu", REPLAYS)}
         return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    yield {**row, "ms": milliseconds(graph.replay, "cuda")}
+    yield {**row, "ms": median(graph.replay, "cuda", REPLAYS)}
 
 
 def without_waiting(model: Any, token: Tensor, of_fixed_size: Any) -> None:
@@ -289,8 +325,8 @@ def without_waiting(model: Any, token: Tensor, of_fixed_size: Any) -> None:
 
 
 def steps(device: str, tokens: int) -> Iterator[dict]:
-    """A training step of the default student and of its teacher."""
-    for name, model in student_and_teacher(device).items():
+    """A training step of students and of their teacher."""
+    for name, model in students_and_teacher(device).items():
         row = {"model": name, "tokens": tokens, "what": "training step"}
         row["ms"] = training_step(model, torch.randint(1000, (1, tokens), device=device), device)
         yield row
@@ -428,16 +464,15 @@ def parts(device: str) -> dict[str, Part]:
     contexts = CONTEXTS if device != "cpu" else (300,)
     peers = [(name, "fla") for name in NINE] if find_spec("fla") and device != "cpu" else []
     ours = [(name, "PyTorch") for name in NINE]
-    checked = [given for size in sizes for given in calls_with_kernels(*size)]
     others = [()] if torch.cuda.device_count() > 1 else []
     return {
-        "right": Part(right, checked, 160, 120, at_once=True),
-        "prepare": Part(prepare, ours, 70, at_once=True),
-        "students": Part(students, [(n,) for n in contexts], 120, 90),
-        "ops": Part(beside, ours, 120),
+        "right": Part(right, calls_with_kernels(sizes), 150, 120, at_once=True),
+        "prepare": Part(prepare, ours, 60, at_once=True),
+        "ops": Part(beside, ours, 80),
+        "tune": Part(prepare, peers, 90, 90, at_once=True),
+        "fla": Part(beside, peers, 50),
+        "students": Part(students, [(n,) for n in contexts], 100, 60),
         "steps": Part(steps, [contexts[:1]], 40),
-        "tune": Part(prepare, peers, 130, 120, at_once=True),
-        "fla": Part(beside, peers, 90),
         "kernels": Part(kernels, [(name,) for name in PAIRS], 60),
         "models": Part(models, [(name,) for name in MODELS], 120),
         "second GPU": Part(second_gpu, others, 60),

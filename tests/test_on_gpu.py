@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import StaticCache
 
 
 @pytest.fixture
@@ -80,11 +81,41 @@ def test_jobs_are_every_kernel_and_every_op(on_gpu):
     assert len(set(names)) == len(names)
 
 
-def test_what_failed_on_a_gpu_is_first_and_what_tunes_itself_is_after_all_of_ours(on_gpu):
+def test_what_failed_on_a_gpu_or_has_not_run_on_one_is_first(on_gpu):
+    jobs = on_gpu.parts("cuda")["right"].jobs
+    calls = [(on_gpu.CALLS[number].name, dtype) for number, _, dtype in jobs]
+    assert set(calls[:10]) == {("neural_memory", "bfloat16"), ("neural_memory", "float32")}
+    is_known = [name in ("linear_attention", "delta_rule", "deltaformer") for name, _ in calls]
+    assert is_known.index(True) > max(n for n, (name, _) in enumerate(calls) if "token" in name)
+
+
+def test_what_is_worth_most_has_its_time_even_if_every_part_takes_all_of_its_own(on_gpu):
     parts = on_gpu.parts("cuda")
-    first = [on_gpu.CALLS[number].name for number, *_ in parts["right"].jobs]
-    assert set(first[:5]) == {"neural_memory"}
-    assert list(parts)[:5] == ["right", "prepare", "students", "ops", "steps"]
+    first = list(parts)[: 1 + list(parts).index("steps")]
+    assert {"right", "ops", "fla", "students"} < {*first}
+    assert sum(parts[name].seconds for name in first) <= on_gpu.SECONDS
+
+
+def test_replays_of_a_token_have_room_in_its_cache(on_gpu):
+    """A GPU would write beyond it, or stop all that follows."""
+    model = on_gpu.model_of("Llama", "cpu")
+    token = torch.ones(2, 1, dtype=torch.long)
+    cache = StaticCache(config=model.config, max_cache_len=4 + on_gpu.ROOM)
+    model(token.expand(2, 4), **{on_gpu.CACHE: cache}, use_cache=True)
+    (row,) = on_gpu.in_graph({"what": "token"}, model, token, cache)
+    assert 4 + on_gpu.REPLAYS < cache.get_seq_length() <= 4 + on_gpu.ROOM
+    assert row["ms"] > 0
+
+
+def test_heads_of_the_default_student_keep_as_many_tokens_as_with_equal_numbers(on_gpu):
+    models = on_gpu.students_and_teacher("cpu")
+    equal = models["student, equal numbers"].config
+    by_head = models["student"].config.num_kept_tokens
+    assert equal.eviction == models["student"].config.eviction == "change_of_output"
+    near = on_gpu.near_heads(equal)
+    kept = [by_head[layer][head] for layer, head in near]
+    assert sum(kept) == equal.num_kept_tokens * len(near)
+    assert len(set(kept)) > 1
 
 
 def test_an_op_is_beside_flash_linear_attention_or_beside_all_others(on_gpu, monkeypatch):
@@ -106,6 +137,24 @@ def test_a_dry_run_of_a_job_makes_rows(on_gpu, table, part, given):
     table.run_here(on_gpu.Job(part, given))
     assert table.rows
     assert not table.wrong
+
+
+def test_a_dry_run_says_what_failed_and_writes_no_result(on_gpu, monkeypatch, capsys):
+    before = on_gpu.RESULT.read_text()
+    chosen = "kernels .* in segments|shares linear attention$"
+    monkeypatch.setattr("sys.argv", ["on_gpu.py", "--dry-run", "--only", chosen])
+    with pytest.raises(SystemExit) as whole:
+        on_gpu.main()
+    assert whole.value.code == 0
+    assert "3 rows, 0 of them wrong or failed" in capsys.readouterr().out
+    monkeypatch.setattr(on_gpu.ops, "shares_of", lambda *given: 1 / 0)
+    with pytest.raises(SystemExit) as broken:
+        on_gpu.main()
+    assert broken.value.code == 1
+    printed = capsys.readouterr().out
+    assert "shares linear attention, failed ZeroDivisionError" in printed
+    assert "3 rows, 1 of them wrong or failed" in printed
+    assert on_gpu.RESULT.read_text() == before
 
 
 def test_a_token_that_waits_for_numbers_is_seen(on_gpu):
