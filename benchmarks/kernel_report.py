@@ -170,8 +170,10 @@ def calls() -> Iterator[tuple[str, Callable]]:
         gates = partial(rwkv7_gates, k, k, k, factor, factor, erasure=1.0, backend="triton")
         yield f"rwkv7_gates 64 {str(dtype)[6:]}", gates
     kept = (64, 240, torch.bfloat16), (128, 240, torch.bfloat16), (32, 112, torch.float32)
-    for (D, stay, dtype), policy in product(kept, KERNEL_POLICIES):
-        name = f"kv_eviction {policy.__name__} {D} {str(dtype)[6:]}"
+    student = 64, 439, torch.bfloat16  # of SmolLM2 by default
+    for (D, stay, dtype), policy in product((*kept, student), KERNEL_POLICIES):
+        of = "" if stay < 256 else f" of {stay}"
+        name = f"kv_eviction {policy.__name__}{of} {D} {str(dtype)[6:]}"
         yield name, partial(_call_kv_eviction, policy, D, stay, dtype)
     for bits, (D, dtype), S in product(BITS, SIZES, (250, 8192)):
         name = f"attention_in_bits {bits} {D} {str(dtype)[6:]}"

@@ -115,8 +115,7 @@ def _changes(p, values, at, is_entry, meta: tl.constexpr):
     products = tl.zeros([meta.BR, meta.BM], tl.float32)
     of_outputs = tl.zeros([meta.BR], tl.float32)
     of_values = tl.zeros([meta.BM], tl.float32)
-    # else shared memory would have to hold values beside keys, and in float32 the parts of both in tf32
-    for first in tl.range(0, meta.BD, VALUE_CHANNELS, disable_licm=True):
+    for first in range(0, meta.BD, VALUE_CHANNELS):
         c = first + tl.arange(0, VALUE_CHANNELS)
         v = _tile_rows(values, at, c, meta.D, is_entry)
         o = tl.dot(tl.cast(p, v.dtype), v, input_precision=meta.PRECISION)
@@ -158,6 +157,9 @@ def _decide_kernel(given, score, decay, meta: tl.constexpr):
         u = decay * before
         parts = (meta.C * meta.G + meta.BR - 1) // meta.BR
         for part in tl.range(parts, disable_licm=meta.BY_CHANGE):
+            if meta.BY_CHANGE:
+                # Else Triton 3.6 loads keys and values before the loop, and shared memory has no room for both.
+                tl.debug_barrier()
             keys = _tile_rows(given.k + entries * D, at, d, D, is_entry)
             place, at_query, is_query = _queries(row, start, part, tokens, meta)
             queries = _tile_rows(given.q, at_query, d, D, is_query)
