@@ -55,7 +55,11 @@ def main() -> None:
     torch.set_num_threads(1)
     if len(sys.argv) > 2:
         shard_on_the_cpu()
-        return hf_memory_cli.app()
+        try:
+            return hf_memory_cli.app()
+        finally:  # before gloo's threads can abort the process on its way out
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
     folder = Path(sys.argv[1])
     become(2)
     convert_and_save("copied", folder)

@@ -268,7 +268,7 @@ def test_a_cache_is_trimmed_to_the_spans_that_were_learned(tmp_path):
     assert model.config.span_limits == [8, 8]  # ceil(3 + 8 * 0.55)
     assert_close(model(tokens).logits, before)
     cache = model(tokens[:, :79]).past_key_values
-    assert {layer.states["keys"].shape[1] for layer in cache.layers} == {7}
+    assert {layer.states["keys"].shape[1] for layer in cache.layers} == {8}
     assert_close(model(tokens[:, 79:], past_key_values=cache).logits, before[:, -1:])
     model.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).config.span_limits == [8, 8]

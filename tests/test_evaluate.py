@@ -146,7 +146,7 @@ def test_a_student_in_few_bits_is_another_row(evaluate):
     """Bits are those of the student; its teacher is measured as it is."""
     *_, found = evaluate("--tasks", "speed")
     assert len(found) == 2
-    code, _, err, found = evaluate("--tasks", "speed", "--cache-bits", "8")
+    code, _, err, found = evaluate("--tasks", "speed", "--cache-bits", '{"recurrent_states": 8}')
     assert err == ""
     assert code == 0
     assert len(found) == 3

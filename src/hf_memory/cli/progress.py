@@ -18,7 +18,7 @@ WHY = {  # by how the name of a task begins: what it does, and what takes the ti
     "the teacher writes": "the teacher generates the text of the training, token by token",
     "ranking heads": "the teacher reads passages forward and backward, to find the heads that its predictions need",
     "measuring untrained students": "each reads the same text, from the smallest cache on, until one is near enough",
-    "measuring how many tokens layers keep": "the student reads a window twice for each layer",
+    "weighing what heads keep": "the teacher reads windows forward and backward, as if each head kept fewer tokens",
     "attention transfer": "each new layer learns what attention in its place gave",
     "distillation": "teacher and student read each window, and the student learns from the difference",
     "fine-tuning": "the model learns from each window of text",

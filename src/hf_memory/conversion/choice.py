@@ -28,8 +28,9 @@ class Choice:
         heads: the layers and numbers of the key-value heads that keep it in other layers.
         scores: scores of all heads that could keep it, the best first; empty if none were ranked.
         keep: the share of the heads that a goal has decided; None without a goal.
-        options: options of the student that weights have decided, in place of the recipe's: those of a goal, and the
-            older tokens that each head keeps.
+        options: options of the student that a goal has decided, in place of the recipe's.
+        kept_tokens: the number of older tokens that each key-value head keeps, by layer; empty if weights did not
+            decide it.
         tried: the students that were measured for a goal, the chosen one last.
     """
 
@@ -38,14 +39,13 @@ class Choice:
     scores: tuple[HeadScore, ...] = ()
     keep: Keep | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    kept_tokens: tuple[tuple[int, ...], ...] = ()
     tried: "tuple[Tried, ...]" = ()
 
     def applied_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with what weights have decided in place of a goal, and of one number of kept tokens."""
+        """The recipe with what weights have decided in place of a goal."""
         options = {**recipe.options, **self.options}
-        decided: dict[str, Any] = {"kept_by_head": False}
-        if self.keep is not None:
-            decided |= {"keep": self.keep, "goal": None}
+        decided: dict[str, Any] = {} if self.keep is None else {"keep": self.keep, "goal": None}
         return replace(recipe, options=options, **decided)
 
     def to_json(self) -> dict[str, Any]:
@@ -56,6 +56,7 @@ class Choice:
             "scores": self.scores,
             "keep": None if self.keep is None else str(self.keep),
             "options": dict(self.options),
+            "kept_tokens": self.kept_tokens,
             "tried": [x._asdict() for x in self.tried],
         }
 
@@ -69,6 +70,7 @@ class Choice:
             scores=tuple(HeadScore(*row) for row in values["scores"]),
             keep=None if keep is None else Keep.parse(keep),
             options=values["options"],
+            kept_tokens=tuple(map(tuple, values["kept_tokens"])),
             tried=tuple(Tried(**row) for row in values["tried"]),
         )
 
@@ -137,14 +139,17 @@ def chosen_student(recipe: Recipe, choice: Choice, teacher: PreTrainedConfig) ->
         ValueError: if an option is not supported, or the student's layers cannot keep heads.
     """
     to = str(recipe.to)
+    options = {**recipe.options}
+    if choice.kept_tokens:
+        options["num_kept_tokens"] = [list(numbers) for numbers in choice.kept_tokens]
     if not keep_of(recipe).is_heads:
-        return student_config(teacher, to, choice.layers, recipe.options)
+        return student_config(teacher, to, choice.layers, options)
     heads = by_layer(choice.heads, teacher.num_hidden_layers)
     try:
-        return student_config(teacher, to, (), {**recipe.options, "full_attention_heads": heads})
+        return student_config(teacher, to, (), {**options, "full_attention_heads": heads})
     except ValueError as error:
         # a fault of the options is reported as such
-        student_config(teacher, to, (), recipe.options)
+        student_config(teacher, to, (), options)
         given = str(recipe.keep)
         raise ValueError(
             f"keep must be layers for a student of this kind, got {given!r}: {error}"

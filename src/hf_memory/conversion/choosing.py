@@ -87,7 +87,7 @@ def _decided(
         alike = plan.with_choice(choice)
         how: dict = {"length": alike.training_length, "seed": plan.recipe.seed}
         numbers = kept_by_head(observed, tokens, alike.student, **how, report=run.report)
-        choice = replace(choice, options={**choice.options, "num_kept_tokens": numbers})
+        choice = replace(choice, kept_tokens=tuple(map(tuple, numbers)))
     return choice
 
 

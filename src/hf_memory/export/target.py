@@ -38,6 +38,7 @@ FREE += ("use_cache", "mixer_backend")
 FREE += (
     "sliding_window",
     "kept_block_size",
+    "eviction",
 )  # which no accepted layer uses, or no other than attention with a window
 # what every target accepts
 ANY = dict.fromkeys((*COMMON_FIELDS, *FREE)) | {"memory_rope": (False,)}

@@ -64,11 +64,11 @@ def kept_by_head(
     length: int,
     seed: int = 0,
     report: Callable[[Progress], None] = silent,
-) -> list[list[int]] | int:
+) -> list[list[int]]:
     """The `num_kept_tokens` of each head of a student, at four levels, as many in total as with equal numbers.
 
     One head may be between two levels, by what is left of the total. Rows of the text as it is and rows in which
-    passages come again count alike. If they are so short that no head drops a token, the number is that of the config.
+    passages come again count alike. If they are so short that no head drops a token, the list is empty.
 
     Args:
         teacher: the teacher, or its quantised form; it is not changed.
@@ -83,7 +83,7 @@ def kept_by_head(
     length = min(length, len(text))
     levels = levels_of(mean, student, teacher.config)
     if length <= past_of(student, mean).stay or levels[-1] <= mean:
-        return mean
+        return []
     heads = near_heads(student)
     rows = rows_of(text, length)
     errors = dict.fromkeys(levels, torch.zeros(len(heads), dtype=torch.float64))
