@@ -30,7 +30,8 @@ from descriptors import end_of_narrow_products
 from hf_memory.ops import OPS, Op
 from hf_memory.ops.attention_in_bits import attention_in_bits
 from hf_memory.ops.bits import BITS, packed_bytes
-from hf_memory.ops.kv_eviction import Rule, received_attention, retained_attention
+from hf_memory.ops.kv_eviction import KERNEL_POLICIES, Rule, retained_attention
+from hf_memory.ops.kv_eviction.policies import EvictionPolicy
 from hf_memory.ops.rows import Rows
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.short_convolution import convolution_step
@@ -168,12 +169,12 @@ def calls() -> Iterator[tuple[str, Callable]]:
         factor = torch.zeros(8, 64, dtype=dtype)
         gates = partial(rwkv7_gates, k, k, k, factor, factor, erasure=1.0, backend="triton")
         yield f"rwkv7_gates 64 {str(dtype)[6:]}", gates
-    for D, stay, dtype in (
-        (64, 240, torch.bfloat16),
-        (128, 240, torch.bfloat16),
-        (32, 112, torch.float32),
-    ):
-        yield f"kv_eviction {D} {str(dtype)[6:]}", partial(_call_kv_eviction, D, stay, dtype)
+    kept = (64, 240, torch.bfloat16), (128, 240, torch.bfloat16), (32, 112, torch.float32)
+    student = 64, 439, torch.bfloat16  # of SmolLM2 by default
+    for (D, stay, dtype), policy in product((*kept, student), KERNEL_POLICIES):
+        of = "" if stay < 256 else f" of {stay}"
+        name = f"kv_eviction {policy.__name__}{of} {D} {str(dtype)[6:]}"
+        yield name, partial(_call_kv_eviction, policy, D, stay, dtype)
     for bits, (D, dtype), S in product(BITS, SIZES, (250, 8192)):
         name = f"attention_in_bits {bits} {D} {str(dtype)[6:]}"
         yield name, partial(_call_in_bits, bits, D, dtype, S)
@@ -201,13 +202,13 @@ def _call(op: Op, sizes: dict, has_state: bool) -> None:
             sum(x.sum() for x in tree_flatten((o, state))[0] if x.requires_grad).backward()
 
 
-def _call_kv_eviction(D: int, stay: int, dtype: torch.dtype) -> None:
+def _call_kv_eviction(policy: EvictionPolicy, D: int, stay: int, dtype: torch.dtype) -> None:
     """A call of kept tokens and its backward."""
     q = torch.zeros(1, 64, 16, D, dtype=dtype)
     k = torch.zeros(1, 4, stay + 64, D, dtype=dtype)
     number = torch.zeros(1, 4, stay + 64, dtype=torch.int32)
     score = torch.zeros(1, 4, stay)
-    rule = Rule(16, 4, 32, received_attention, 0.1, 0.0, None, True)
+    rule = Rule(16, 4, 32, policy, 0.1, 0.0, None, True)
     with torch.enable_grad():
         o, *_ = retained_attention(q.requires_grad_(), k, k, number, score, rule, backend="triton")
         o.sum().backward()

@@ -13,7 +13,7 @@ token and head with K = V = D and chunks of C tokens, each multiplication and ad
 
     linear attention   4 C D + 4 D^2                (scores and their product with values; read and write of the state)
     delta rule         8 C D + 6 D^2                (the scores and the solve of the correction besides; one more read)
-    Gated DeltaNet-2   16 C D + 8 D^2               (and Comba: two more products of scores; one more write)
+    Gated DeltaNet-2   16 C D + 8 D^2               (and Comba, RWKV-7: two more products of scores; one more write)
     DeltaProduct       16 C D + 12 D^2              (the delta rule for each of two steps)
     ridge regression   248 C D + 66 D^2             (30 steps of conjugate gradients; two states)
     DeltaFormer        4 T D                        (two triangles of T / 2 pairs, each two products)
@@ -139,6 +139,20 @@ def comba(x: Arguments, backend: str) -> Tensor:
     """Comba, which asks with p before the decay."""
     b = (x["beta"][..., None] * x["k"]).to(x["k"].dtype)
     return delta_rule(x["q"], x["k"], x["v"], x["beta"], x["g"], -x["p"], b, backend=backend)[0]
+
+
+def rwkv7(x: Arguments, backend: str) -> Tensor:
+    """RWKV-7 without its gates: the memory is read along -p and erased along b p."""
+    q, k, v, g, p = (x[name] for name in ("q", "k", "v", "g", "p"))
+    one = torch.ones(v.shape[:3], device=v.device)
+    return delta_rule(q, k, v, one, g, -p, x["b"] * p, backend=backend)[0]
+
+
+def fla_rwkv7(x: Arguments) -> Tensor:
+    """The same in flash-linear-attention."""
+    q, k, v, g, p = (x[name] for name in ("q", "k", "v", "g", "p"))
+    run = import_module("fla.ops.rwkv7").chunk_rwkv7
+    return run(q, g, k, v, -p, x["b"] * p, scale=q.shape[-1] ** -0.5)[0]
 
 
 def delta_product(x: Arguments, backend: str) -> Tensor:
@@ -280,6 +294,13 @@ FORMS = (
         (*QKV, "beta", "vector_g"),
         delta_operations,
         {"Kimi Linear (transformers)": kimi, **fla("kda", "chunk_kda")},
+    ),
+    Form(
+        "RWKV-7",
+        rwkv7,
+        (*QKV, "vector_g", "p", "b"),
+        rank_one_operations,
+        {"fla": fla_rwkv7} if fla("rwkv7", "chunk_rwkv7") else {},
     ),
     Form(
         "Gated DeltaNet-2",

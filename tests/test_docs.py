@@ -17,6 +17,7 @@ import hf_memory
 from cases import word_tokenizer
 from hf_memory import cache, conversion, decoding, evaluation, export, modeling, ops, serving
 from hf_memory.cli import load
+from hf_memory.mixers.pasts.policy import POLICIES
 from hf_memory.modeling.gate_registration import TABLES
 
 ROOT = Path(__file__).parents[1]
@@ -83,11 +84,12 @@ def run_page(tmp_path, monkeypatch):
             exec(compile(block, str(page), "exec"), names)
         return names
 
-    gates = {config: dict(table) for config, table in TABLES.items()}  # to which a page adds one
+    tables = *TABLES.values(), POLICIES  # to which pages add a gate and a policy
+    before = [dict(table) for table in tables]
     yield run
-    for config, table in TABLES.items():
+    for table, entries in zip(tables, before):
         table.clear()
-        table.update(gates[config])
+        table.update(entries)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)

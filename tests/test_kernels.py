@@ -275,7 +275,7 @@ def test_kernels_compile_ahead_of_time_without_spills():
         "delta_rule vector own 64 bf",
         "deltaformer softmax softmax erase 64 bf",
         "neural_memory 2 16 64 bf",
-        "kv_eviction 64 bf",
+        "kv_eviction change_of_output 64 bf",
         "attention_in_bits 4 64 bf",
         "short_convolution 512 bf",
         "rwkv7_gates 64 bf",

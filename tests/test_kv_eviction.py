@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from cases import SIZES, largest_values
@@ -13,6 +14,7 @@ from hf_memory.mixers.pasts.kept import Kept
 from hf_memory.mixers.pasts.policy import POLICIES
 from hf_memory.mixers.pasts.rows import New
 from hf_memory.modeling import register_eviction
+from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.kv_eviction import Block, change_of_output, chunk, received_attention
 
 MEMORY = Kept(window=5, first=2, kept=4, block=3)
@@ -21,9 +23,9 @@ MEMORY = Kept(window=5, first=2, kept=4, block=3)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
-def make(T: int, B: int = 2):
+def make(T: int, B: int = 2, D: int = 6):
     generator = torch.Generator().manual_seed(T)
-    heads = (torch.randn(B, T, n, 6, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    heads = (torch.randn(B, T, n, D, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
     return [x.requires_grad_() for x in heads]
 
 
@@ -54,7 +56,7 @@ def definition(q, k, v, memory=MEMORY, scale=0.3, softcap=None, other=None):
             block = Block(
                 *(x[None, None] for x in (q[of_block].transpose(0, 1), *seen, received, found))
             )
-            worth[held] = POLICIES[memory.policy](block)[0, 0].detach()
+            worth[held] = POLICIES[memory.policy](block)[0, 0].detach().to(worth.dtype)
             always = [j for j in held if j < memory.first or j > t - memory.window]
             others = sorted({*held} - {*always}, key=lambda j: (-worth[j], j))
             held = sorted(always + others[: memory.stay - len(always)])
@@ -70,11 +72,11 @@ def expected(q, k, v, memory=MEMORY, softcap=None):
     return torch.stack(rows)
 
 
-def attend(q, k, v, states=None, memory=MEMORY, softcap=None, mask=None, **more):
+def attend(q, k, v, states=None, memory=MEMORY, softcap=None, mask=None, gates=None, **more):
     context = Context(None, mask, more.pop("cu_seqlens", None), states or {}, **more)
     tokens, tokens_read = context.tokens_and_count(q)
     new = New.of(k, v, memory.kind, context)
-    scores = Scores(0.3, softcap)
+    scores = Scores(0.3, softcap, gates=gates)
     if context.is_step(q):
         of_groups = q.unflatten(2, (k.shape[2], -1))
         o, mass = memory.attend_one_with_mass(of_groups, new, context, scores)
@@ -143,13 +145,13 @@ def test_equals_its_definition(policy, T, scores, softcap, monkeypatch):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @every_policy
 def test_kernel_decides_as_its_definition(policy, sizes, softcap):
-    """Also in a piece that begins within a block, and with rows of different lengths."""
+    """Also in a piece that begins within a block, with rows of different lengths and tiles that are not full."""
     memory = MEMORY._replace(policy=policy, **sizes)
     mask = torch.ones(2, 50, dtype=torch.bool)
     mask[1, 40:] = False
 
     def read(backend, dtype):
-        inputs = [x.detach().to(dtype).requires_grad_() for x in make(50)]
+        inputs = [x.detach().to(dtype).requires_grad_() for x in make(50, D=40)]
         outputs = []
         states = {}
         for part in (slice(19), slice(19, 50)):
@@ -166,6 +168,25 @@ def test_kernel_decides_as_its_definition(policy, sizes, softcap):
 
 
 @every_policy
+def test_kernel_of_forget_gates_decides_as_its_definition(policy):
+    gates = GateChannels(6, 0.3)
+
+    def read(backend, dtype):
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(2, 50, 4, generator=generator).to(dtype).requires_grad_()
+        inputs = [x.detach().to(dtype).requires_grad_() for x in make(50)]
+        extended = gates.extend(*inputs, F.logsigmoid(logits).cumsum(1), 16)
+        how = {"gates": gates, "backend": backend}
+        o, states = attend(*extended, memory=MEMORY._replace(policy=policy), **how)
+        o = o[..., :6]  # the kernel's mass is without the sums
+        return o, states, torch.autograd.grad(o.square().sum(), [*inputs, logits])
+
+    assert_close(
+        read("triton", torch.float32), read("chunk", torch.float64), read("chunk", torch.float32)
+    )
+
+
+@every_policy
 @torch.no_grad()
 def test_holds_what_is_worth_most(policy):
     memory = MEMORY._replace(policy=policy)
@@ -174,6 +195,27 @@ def test_holds_what_is_worth_most(policy):
     _, held = definition(q[1, :, 2:], k[1, :, 1], v[1, :, 1], memory)
     assert states["number"][1, 1].tolist() == [j + 1 for j in held] + MEMORY.block * [0]
     assert held != [*range(2), *range(21, 30)]  # not the last tokens
+
+
+@pytest.mark.parametrize("parts", [[30], [13, 17], [25, *[1] * 5]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+@torch.no_grad()
+def test_a_policy_may_answer_in_any_dtype(dtype, parts, monkeypatch):
+    """Here with whole numbers, which each of them holds."""
+    inputs = [x.float() for x in make(30)]
+
+    def read(answer):
+        monkeypatch.setitem(POLICIES, "mine", lambda block: (7 * block.number % 11).to(answer))
+        states = None
+        outputs = []
+        for piece in zip(*(x.split(parts, 1) for x in inputs)):
+            o, states = attend(*piece, states, memory=MEMORY._replace(policy="mine"))
+            outputs.append(o)
+        return torch.cat(outputs, 1), states["number"], states["score"]
+
+    found = read(dtype)
+    assert found[2].dtype == torch.float32
+    assert all(map(torch.equal, found, read(torch.float32)))
 
 
 @pytest.mark.parametrize("parts", [[1] * 23, [3, 20], [7, 1, 15], [22, 1]])

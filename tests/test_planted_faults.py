@@ -66,6 +66,7 @@ from hf_memory.ops import exported, rows
 from hf_memory.ops.attention_in_bits import chunk as codes
 from hf_memory.ops.attention_in_bits import kernels as kernels_in_bits
 from hf_memory.ops.gate_channels import GateChannels
+from hf_memory.ops.kv_eviction import kernels as kernels_of_kept_tokens
 from hf_memory.serving import memory_file
 
 pytestmark = pytest.mark.planted
@@ -669,6 +670,22 @@ def test_a_block_that_ends_token_by_token_without_its_scores_is_seen(monkeypatch
     monkeypatch.setattr(kept, "score_after", lambda q, k, v, number, score, rule: score)
     with pytest.raises(AssertionError):
         test_kv_eviction.test_pieces_equal_the_whole("received_attention", [1] * 23, False, None)
+
+
+def test_a_kernel_that_decides_by_another_policy_is_seen(monkeypatch):
+    launch = kernels_of_kept_tokens.launcher
+
+    def faulty(*given):
+        run = launch(*given)
+
+        def by_another(*others, meta, **options):
+            return run(*others, meta=meta._replace(BY_CHANGE=False), **options)
+
+        return by_another
+
+    monkeypatch.setattr(kernels_of_kept_tokens, "launcher", faulty)
+    with pytest.raises(AssertionError):
+        test_kv_eviction.test_kernel_decides_as_its_definition("change_of_output", {}, None)
 
 
 def test_scores_of_the_queries_of_a_call_alone_are_seen(monkeypatch):

@@ -229,7 +229,13 @@ def test_a_run_file_repeats_its_run_under_other_defaults(run, teacher, text, tmp
     used = {"num_kept_tokens": 371, "sliding_window": 64, "cache_bits": 8, "train": "attention"}
     assert used.items() <= described.items()
     other = Schedule(1, 1.0, batch_size=3, length=77)
-    changed = {"NEAR_SCHEDULE": other, "DISTILLATION_SCHEDULE": other, "WINDOW": 99, "SHARE": "none", "BLOCK": 32}
+    changed = {
+        "NEAR_SCHEDULE": other,
+        "DISTILLATION_SCHEDULE": other,
+        "WINDOW": 99,
+        "SHARE": "none",
+        "BLOCK": 32,
+    }
     for name, value in changed.items():
         monkeypatch.setattr(f"hf_memory.conversion.defaults.{name}", value)
     again = "convert", "--config", tmp_path / "first" / "run.yaml", "--output", tmp_path / "second"

@@ -138,16 +138,24 @@ def rwkv7_inputs(*, B: int, T: int, HV: int, K: int, **sizes: int) -> dict:
     return {name: normal(*shape).float() for name, shape in shapes.items()}
 
 
-def kept_tokens(q: Tensor, k: Tensor, v: Tensor, *, kept: int, backend: Backend) -> Any:
+def kept_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kept: int,
+    policy: str = "received_attention",
+    backend: Backend,
+) -> Any:
     """Attention to a window and `kept` other tokens."""
-    past = Kept(32 if kept < 100 else 64, 4, kept, 16)
+    past = Kept(32 if kept < 100 else 64, 4, kept, 16, policy)
     context = Context(None, None, None, {}, backend=backend)
     new = New.of(k, v, past.kind, context)
     tokens, _ = context.tokens_and_count(q)
     return past.attend_with_mass(q, new, tokens, context, Scores(q.shape[-1] ** -0.5))[0]
 
 
-def kept_inputs(*, B: int, T: int, K: int, kept: int, **sizes: int) -> dict:
+def kept_inputs(*, B: int, T: int, K: int, kept: int, policy: str = "", **sizes: int) -> dict:
     """q [B, 200, 4, K], k and v [B, 200, 2, K], or fewer tokens; 32 channels at most where few are kept.
 
     Then the kernel holds them in float32. Where many are kept, there is room for all 200.
@@ -155,9 +163,8 @@ def kept_inputs(*, B: int, T: int, K: int, kept: int, **sizes: int) -> dict:
     K = min(K, 32) if kept < 100 else K
     normal = Sample().normal
     heads = {"q": 4, "k": 2, "v": 2}
-    return {name: normal(B, min(T, 200), n, K).float() for name, n in heads.items()} | {
-        "kept": kept
-    }
+    rows = {name: normal(B, min(T, 200), n, K).float() for name, n in heads.items()}
+    return rows | {"kept": kept} | ({"policy": policy} if policy else {})
 
 
 def packed_inputs(*, B: int, T: int, H: int, HV: int, K: int, bits: int, **sizes: int) -> dict:
@@ -183,7 +190,10 @@ CALLS = (
     *decoding_calls(),
     Call("kept tokens", kept_tokens, kept_inputs, {"kept": 172}),
     # what is kept depends on rounding where some tokens are not
-    Call("kept tokens", kept_tokens, kept_inputs, {"kept": 76}, dtypes=("float32",)),
+    *(
+        Call("kept tokens", kept_tokens, kept_inputs, {"kept": 76} | policy, dtypes=("float32",))
+        for policy in ({}, {"policy": "change_of_output"})
+    ),
     *(
         Call(
             "attention in bits",

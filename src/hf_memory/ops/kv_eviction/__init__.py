@@ -27,6 +27,8 @@ __all__ = [
     "retained_attention",
 ]
 
+# policies by which a kernel decides; what others choose is chosen in PyTorch
+KERNEL_POLICIES = received_attention, change_of_output
 # largest tile of keys that a program can hold, by bytes of a number
 LARGEST = {2: 1 << 15, 4: 1 << 12}
 
@@ -64,16 +66,16 @@ def retained_attention(
         return chunk.retained_attention(q, k, v, number, score, rule)
     from hf_memory.ops.kv_eviction import kernels
 
-    # what other policies choose is chosen in PyTorch; attention is the kernels' all the same
-    if rule.policy is not received_attention:
+    if rule.policy not in KERNEL_POLICIES:
         places, score = chunk.retained_places(
             q.detach(), k.detach(), v.detach(), number, score, rule
         )
     if rule.gates is not None:
         q = rule.gates.of_one_product(q, q.shape[2] // k.shape[1])
-    if rule.policy is received_attention:
+    if rule.policy in KERNEL_POLICIES:
         sizes = rule.block, rule.first, rule.window, DECAY, rule.scale, rule.softcap
-        places, score = kernels.retained_places(q.detach(), k.detach(), number, score, *sizes)
+        rows = q.detach(), k.detach(), v.detach(), number, score
+        places, score = kernels.retained_places(*rows, *sizes, rule.policy is change_of_output)
     o, mass = kernels.retained_attention(q, k, v, number, places, rule.scale, rule.softcap)
     return o, mass, places[:, :, -1], score
 

@@ -37,6 +37,10 @@ class Rule(NamedTuple):
         """The channels of queries or keys [..., D] without those of forget gates."""
         return x if self.gates is None else x[..., : self.gates.plain]
 
+    def worth(self, block: Block) -> Tensor:
+        """What the entries of a block are worth, [B, H, n], in the dtype of what they were worth before."""
+        return self.policy(block).to(block.score.dtype)
+
     def products(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores [..., G * c, n] before the soft cap, in float32."""
         return upcast(self.plain(q) @ self.plain(k).mT).mul_(self.scale)
@@ -171,7 +175,7 @@ def score_after(
     c = rule.block
     later = F.pad(score.new_full((c, c), -torch.inf).triu(1), (k.shape[2] - c, 0))
     p = _scores(q, k, number, later, rule).softmax(-1)
-    return rule.policy(_block(q, k, v, number, score, p, p.to(v.dtype) @ v, c))
+    return rule.worth(_block(q, k, v, number, score, p, p.to(v.dtype) @ v, c))
 
 
 def _block(
@@ -296,7 +300,7 @@ def _read_blocks(
         o = rounded @ values
         outputs.append([o, scores.logsumexp(-1)] if rule.needs_mass else [o])
         before = torch.cat([score, of_new], 2)
-        now = rule.policy(_block(q[n], keys, values, token, before, p, o, c))
+        now = rule.worth(_block(q[n], keys, values, token, before, p, o, c))
         ends = token[:, :1, -1:] > 0
         worth = torch.where(ends, now, before)
         order = places_that_stay(token, worth, ends, stay, rule.first, rule.window)

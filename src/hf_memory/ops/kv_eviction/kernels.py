@@ -9,10 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_memory.ops.kv_eviction.policies import LEAST_REST
 from hf_memory.ops.triton.launch import contiguous, launcher, precision, width
 
+_LEAST_REST = tl.constexpr(LEAST_REST)
 ROWS = 32
 CHANNELS = 64  # queries that are scored at once, and channels of a tile
+VALUE_CHANNELS = tl.constexpr(32)  # of a tile of values, where outputs are needed to decide
 
 
 class Meta(NamedTuple):
@@ -31,6 +34,8 @@ class Meta(NamedTuple):
     BR: int
     SOFTCAP: bool
     PRECISION: str
+    # whether entries are worth what outputs change without them, else what they receive
+    BY_CHANGE: bool = False
 
 
 class Given(NamedTuple):
@@ -38,7 +43,7 @@ class Given(NamedTuple):
 
     q: Tensor  # [B, T, H * G, D]
     k: Tensor  # [B, H, STAY + T, D]
-    v: Tensor | None  # [B, H, STAY + T, D]
+    v: Tensor  # [B, H, STAY + T, D]
     number: Tensor  # [B, H, STAY + T]
     places: Tensor  # [B, H, blocks + 1, STAY]
     blocks: int
@@ -102,8 +107,32 @@ def _entries_of(given, row, n, meta: tl.constexpr):
 
 
 @triton.jit
+def _changes(p, values, at, is_entry, meta: tl.constexpr):
+    """[rows, entries], how far outputs of queries with weights p move without an entry, in squares.
+
+    See `change_of_output` in policies.py, which says why.
+    """
+    products = tl.zeros([meta.BR, meta.BM], tl.float32)
+    of_outputs = tl.zeros([meta.BR], tl.float32)
+    of_values = tl.zeros([meta.BM], tl.float32)
+    for first in range(0, meta.BD, VALUE_CHANNELS):
+        c = first + tl.arange(0, VALUE_CHANNELS)
+        v = _tile_rows(values, at, c, meta.D, is_entry)
+        o = tl.dot(tl.cast(p, v.dtype), v, input_precision=meta.PRECISION)
+        o = tl.cast(o, v.dtype)
+        products += tl.dot(o, tl.trans(v), input_precision=meta.PRECISION)
+        o = tl.cast(o, tl.float32)
+        v = tl.cast(v, tl.float32)
+        of_outputs += tl.sum(o * o, 1)
+        of_values += tl.sum(v * v, 1)
+    distances = of_outputs[:, None] - 2 * products + of_values[None, :]
+    odds = p / tl.maximum(1 - p, _LEAST_REST)
+    return odds * odds * tl.maximum(distances, 0.0)
+
+
+@triton.jit
 def _decide_kernel(given, score, decay, meta: tl.constexpr):
-    """Places of the entries before each block, and the moving average of the attention that they receive."""
+    """Places of the entries before each block, and what they are worth: a moving average of what a policy says."""
     D: tl.constexpr = meta.D
     C: tl.constexpr = meta.C
     STAY: tl.constexpr = meta.STAY
@@ -126,8 +155,12 @@ def _decide_kernel(given, score, decay, meta: tl.constexpr):
         at, token = _entries_of(given, row, block, meta)
         before = tl.load(score + i, mask=is_held, other=0.0)
         u = decay * before
-        keys = _tile_rows(given.k + entries * D, at, d, D, is_entry)
-        for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
+        parts = (meta.C * meta.G + meta.BR - 1) // meta.BR
+        for part in tl.range(parts, disable_licm=meta.BY_CHANGE):
+            if meta.BY_CHANGE:
+                # Else Triton 3.6 loads keys and values before the loop, and shared memory has no room for both.
+                tl.debug_barrier()
+            keys = _tile_rows(given.k + entries * D, at, d, D, is_entry)
             place, at_query, is_query = _queries(row, start, part, tokens, meta)
             queries = _tile_rows(given.q, at_query, d, D, is_query)
             s = given.scale * tl.dot(queries, tl.trans(keys), input_precision=meta.PRECISION)
@@ -136,7 +169,10 @@ def _decide_kernel(given, score, decay, meta: tl.constexpr):
             )
             p = tl.exp(s - tl.max(s, 1)[:, None])
             counts = tl.where(is_query, 1 / tl.sum(p, 1), 0.0)
-            u += tl.sum(p * counts[:, None], 0)
+            p *= counts[:, None]
+            if meta.BY_CHANGE:
+                p = _changes(p, given.v + entries * D, at, is_entry, meta)
+            u += tl.sum(p, 0)
         value = tl.where(token == 0, -1.0, tl.where(token <= meta.FIRST, float("inf"), u))
         value = tl.where(is_older, value, float("-inf"))
         is_before = i[None, :] < i[:, None]
@@ -262,6 +298,7 @@ def _meta(
 def retained_places(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     number: Tensor,
     score: Tensor,
     block: int,
@@ -270,21 +307,28 @@ def retained_places(
     decay: float,
     scale: float,
     softcap: float,
+    by_change: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Places [B, H, blocks + 1, stay] and received attention [B, H, stay], see the package; no cap is 0."""
+    """Places [B, H, blocks + 1, stay] and what entries are worth [B, H, stay], see the package; no cap is 0.
+
+    This is the change of outputs without an entry, or the attention that it receives.
+    """
     B, T = q.shape[:2]
     H, entries = k.shape[1:3]
-    q, k, number = contiguous(q, k, number)
+    q, k, v, number = contiguous(q, k, v, number)
     score = score.clone(memory_format=torch.contiguous_format)
     places = number.new_empty(B, H, T // block + 1, entries - T)
-    given = Given(q, k, None, number, places, T // block, scale, softcap)
+    given = Given(q, k, v, number, places, T // block, scale, softcap)
     meta = _meta(q, k, block, entries - T, first, window, softcap)
+    if by_change:
+        # weights, and products of outputs and values, of more rows would not fit in registers
+        meta = meta._replace(BY_CHANGE=True, BR=min(16, meta.BR))
     launcher(_decide_kernel, (B * H,))(given, score, decay, meta=meta, num_warps=8, num_stages=1)
     return places, score
 
 
 @retained_places.register_fake
-def _(q, k, number, score, block, first, window, decay, scale, softcap):
+def _(q, k, v, number, score, block, first, window, decay, scale, softcap, by_change):
     B, T = q.shape[:2]
     H, entries = k.shape[1:3]
     return number.new_empty(B, H, T // block + 1, entries - T), torch.empty_like(score)

@@ -1,4 +1,7 @@
-"""Linear attention and the delta rule for one token, in one kernel that updates the state where it is."""
+"""Linear attention and the delta rule for one token, in one kernel that updates the state where it is.
+
+Beside the kernels for chunks, which take one token as well: not timed.
+"""
 
 from functools import cache
 

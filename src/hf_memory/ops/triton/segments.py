@@ -11,6 +11,8 @@ Gradients of states go backwards: dS_start = M^T dS_end + own. With keys of unit
 is at most one, so products of them are as stable as the recurrence.
 
 M is the number of segments of a call here, N of sequences; other letters are those of ops/inputs.py.
+
+Beside the op's kernels on whole sequences, which take the same calls: not timed.
 """
 
 from typing import NamedTuple

@@ -13,6 +13,8 @@ written at b, from outputs of the chunk and from all later chunks:
 
 The remaining gradients are those of an additive memory: for each token it is read by a (with gradient dE), decays, E is
 written at b and V at k, and it is read by q (with gradient dO); see rank_one_gradients.py.
+
+Beside the kernels of launch.py, which compute the same where a = -e^g k and b = beta k: not timed.
 """
 
 from collections.abc import Sequence
