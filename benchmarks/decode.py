@@ -3,6 +3,7 @@
     python benchmarks/decode.py                     # about ten minutes on one core
     python benchmarks/decode.py --label before      # another version of the code: kept beside what is there
     python benchmarks/decode.py --label windows     # students with windows, also after 8,192 tokens
+    python benchmarks/decode.py --label default     # the student that `convert` makes, in 16 and 8 bits: ten minutes
 
 Random weights in the shape of SmolLM2-135M; students as `make_student` makes them. On the CPU one thread and its own
 time, which other work on the machine disturbs least; on CUDA bfloat16 and the clock. A turn is three tokens, of which
@@ -10,6 +11,11 @@ the first, which finds another model's weights in the caches, does not count. Ra
 a round of turns; the table has their medians. Contexts are not read but set: a memory gets a count of tokens, attention
 random keys and values of that length. What a token costs does not depend on the numbers. Beside each ratio stands that
 of the bytes that a token must move, which bounds it as far as they come from memory and not from caches.
+
+The default student is measured in both dtypes. A turn is 16 tokens, in which one block of its kept tokens ends. For a
+token it is also counted how many operations of PyTorch a layer takes and how many functions of Python are called. Its
+prompts are read at once and in pieces, and with `--compile` its step with a static cache is compiled, which needs a
+compiler.
 
 Writes benchmarks/results/decode.{json,png}, on CUDA decode_cuda.{json,png}, with the share of time of each operation of
 PyTorch.
@@ -19,6 +25,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +34,15 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 import transformers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+)
 
 import hf_memory
 from hf_memory.cache import MemoryLayer, state_bytes
@@ -94,9 +109,11 @@ WINDOWS = {
         "sliding_window": 64,
         "num_kept_tokens": 158,
     },  # as many bytes as a window of 259
-    "1/11 of heads, virtual token": {**HEADS, "num_sink_tokens": 0, "virtual_token": True},
     "1/4 of layers, sinks": {**SERVED, "keep": tuple(range(1, 28, 4))},
 }
+BLOCK = 16  # tokens after which the default student decides what it keeps
+PIECES = (2048, 512, 128)  # of a prompt of as many tokens as the first
+COMPILED_LAYERS = 12
 MODELS = {  # of other benchmarks
     "linear (elu)": hf_memory.LinearTransformerConfig,
     "GLA": hf_memory.GatedLinearAttentionConfig,
@@ -108,19 +125,19 @@ MODELS = {  # of other benchmarks
 }
 
 
-def make(name: str, sizes: dict) -> PreTrainedModel:
+def make(name: str, sizes: dict, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
     """A random model of that name in MODELS, or a Llama."""
     torch.manual_seed(0)
     if name == "Llama":
-        return LlamaForCausalLM(LlamaConfig(**sizes)).eval().to(DEVICE, DTYPE)
+        return LlamaForCausalLM(LlamaConfig(**sizes)).eval().to(DEVICE, dtype)
     config = MODELS[name](**sizes)
     causal_lm = next(f.causal_lm for f in hf_memory.FAMILIES if f.config is type(config))
-    return causal_lm(config).eval().to(DEVICE, DTYPE)
+    return causal_lm(config).eval().to(DEVICE, dtype)
 
 
-def make_all(students: dict[str, dict]) -> dict[str, PreTrainedModel]:
+def make_all(students: dict[str, dict], dtype: torch.dtype = DTYPE) -> dict[str, PreTrainedModel]:
     """The Transformer and its students."""
-    teacher = make("Llama", SHAPE)
+    teacher = make("Llama", SHAPE, dtype)
     return {"Llama": teacher} | {
         name: make_student(teacher, **options) for name, options in students.items()
     }
@@ -146,7 +163,9 @@ def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCach
             layer.fill(states | counts, tokens)
         else:
             B, H, _, D = layer.keys.shape
-            layer.keys, layer.values = torch.randn(2, B, H, tokens, D, device=DEVICE, dtype=DTYPE)
+            layer.keys, layer.values = torch.randn(
+                2, B, H, tokens, D, device=DEVICE, dtype=model.dtype
+            )
     return cache
 
 
@@ -252,6 +271,119 @@ def by_context(
     return found
 
 
+def default_students() -> dict[str, dict]:
+    """Options of the student that `convert` makes of SmolLM2, and of others beside it."""
+    recipe = Path(__file__).parents[1] / "recipes" / "smollm2-small.yaml"
+    chosen = yaml.safe_load(recipe.read_text())["option"]
+    # chosen for 360 tokens in the mean, where the default is 371
+    kept = [[round(x * 371 / 360) for x in layer] for layer in chosen["num_kept_tokens"]]
+    alike = {
+        "sliding_window": 64,
+        "num_sink_tokens": 4,
+        "kept_block_size": BLOCK,
+        "eviction": "change_of_output",
+        "full_attention_heads": chosen["full_attention_heads"],
+    }
+    return {
+        "8 bits": {**alike, "num_kept_tokens": kept, "cache_bits": 8},
+        "16 bits": {**alike, "num_kept_tokens": kept},
+        "8 bits, equal numbers": {**alike, "num_kept_tokens": 371, "cache_bits": 8},
+    }
+
+
+def block_of(step: Callable) -> Callable:
+    """As many steps as a block has."""
+    return lambda: [step() for _ in range(BLOCK)]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of PyTorch within it."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Count one, and compute it."""
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def counted(step: Callable, layers: int) -> dict[str, float]:
+    """What one token calls."""
+    with Operations() as operations:
+        step()
+    calls = 0
+
+    def count(frame, event, argument) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    step()
+    sys.setprofile(None)
+    return {
+        "operations of PyTorch a layer": operations.number / layers,
+        "Python calls": float(calls),
+    }
+
+
+def default_table(dtype: torch.dtype, rounds: int, is_compiled: bool) -> dict[str, dict]:
+    """What the default student costs beside its teacher."""
+    models = make_all(default_students(), dtype)
+    token = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
+    found: dict[str, dict] = {}
+    for context in (16, 1024, 8192):
+        caches = {name: filled_cache(model, context, 1) for name, model in models.items()}
+        steps = {n: partial(m, token, **{CACHE: caches[n]}) for n, m in models.items()}
+        row = in_turn({n: block_of(step) for n, step in steps.items()}, rounds, 1)
+        for of_model in row.values():
+            of_model["ms"] /= BLOCK
+        found[f"token after {context}"] = row
+        show(*list(found.items())[-1])
+        if context == 1024:
+            layers = SHAPE["num_hidden_layers"]
+            found["calls"] = {name: counted(step, layers) for name, step in steps.items()}
+            print("calls", found["calls"], flush=True)
+    prompt = torch.randint(SHAPE["vocab_size"], (1, PIECES[0]), device=DEVICE)
+    for name, model in models.items():
+        calls = {
+            "Llama" if size == PIECES[0] else f"pieces of {size}": partial(
+                read_in_pieces, model, prompt, size
+            )
+            for size in PIECES
+        }
+        found[f"prompt, {name}"] = in_turn(calls, max(2, rounds // 3), 1)
+        show(*list(found.items())[-1])
+    if is_compiled:
+        found["static cache"] = compiled_and_eager(rounds)
+        show(*list(found.items())[-1])
+    return found
+
+
+def read_in_pieces(model: PreTrainedModel, prompt: torch.Tensor, size: int) -> None:
+    """A prompt in pieces, into an empty cache."""
+    cache = DynamicCache(config=model.config)
+    for piece in prompt.split(size, 1):
+        model(piece, **{CACHE: cache}, logits_to_keep=1)
+
+
+def compiled_and_eager(rounds: int) -> dict[str, dict[str, float]]:
+    """A step of the default student with a static cache, compiled and eager; the latter stands first."""
+    layers = COMPILED_LAYERS
+    options = default_students()["8 bits"]
+    for name in ("num_kept_tokens", "full_attention_heads"):
+        options[name] = options[name][-layers:]
+    model = make_student(make("Llama", {**SHAPE, "num_hidden_layers": layers}), **options)
+    tokens = torch.randint(SHAPE["vocab_size"], (1, 1024), device=DEVICE)
+    steps = {}
+    for name, run in (("Llama", model), ("compiled", torch.compile(model))):
+        cache = StaticCache(config=model.config, max_cache_len=2048)
+        model(tokens, **{CACHE: cache}, logits_to_keep=1)
+        step = partial(run, tokens[:, :1], **{CACHE: cache})
+        step()  # compiles
+        steps[name] = block_of(step)
+    return in_turn(steps, rounds, 1)
+
+
 def shares(model: PreTrainedModel) -> dict[str, float]:
     """Where the time of a token goes: the part of each PyTorch operation. Products are reading of weights."""
     token = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
@@ -291,6 +423,7 @@ def main() -> None:
     parser.add_argument(
         "--label", default="after", help="of this table in decode.json; others there are kept"
     )
+    parser.add_argument("--compile", action="store_true", help="with --label default")
     arguments = parser.parse_args()
     if DEVICE.type == "cpu":
         torch.set_num_threads(1)
@@ -306,6 +439,15 @@ def main() -> None:
     if arguments.label == "windows":
         found = table(make_all(WINDOWS), arguments.rounds, (1,), (16, 1024, 8192), (1024, 8192))
         file.write_text(json.dumps(results | {"windows": {"table": found}}, indent=1))
+        return
+    if arguments.label == "default":
+        results["default"] = {}
+        for dtype in (torch.bfloat16, torch.float32):
+            print(dtype, flush=True)
+            name = str(dtype).removeprefix("torch.")
+            is_compiled = arguments.compile and dtype == torch.float32
+            results["default"][name] = default_table(dtype, arguments.rounds, is_compiled)
+        file.write_text(json.dumps(results, indent=1))
         return
     models = make_all(STUDENTS)
     results[arguments.label] = {"table": table(models, arguments.rounds)}
