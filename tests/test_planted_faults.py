@@ -554,7 +554,12 @@ def test_scales_of_other_groups_of_channels_are_seen(monkeypatch):
 
 @torch.no_grad()
 def test_rows_that_read_the_entries_of_another_are_seen(monkeypatch):
-    monkeypatch.setattr(codes, "_of_all", lambda parts: torch.cat([parts[0]] * len(parts)))
+    of_parts = codes._of_parts
+
+    def of_the_first(function, x, parts, D):
+        return of_parts(function, x, [parts[0]] * len(parts), D)
+
+    monkeypatch.setattr(codes, "_of_parts", of_the_first)
     with pytest.raises(AssertionError):
         test_attention_in_bits.test_rows_anywhere_in_memory_are_read_as_one_tensor(
             "chunk", rows.Rows(8, 8)
