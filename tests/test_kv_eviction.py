@@ -14,6 +14,7 @@ from hf_memory.mixers.pasts.kept import Kept
 from hf_memory.mixers.pasts.policy import POLICIES
 from hf_memory.mixers.pasts.rows import New
 from hf_memory.modeling import register_eviction
+from hf_memory.ops.bits import rotated
 from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.kv_eviction import Block, change_of_output, chunk, received_attention
 
@@ -184,6 +185,22 @@ def test_kernel_of_forget_gates_decides_as_its_definition(policy):
     assert_close(
         read("triton", torch.float32), read("chunk", torch.float64), read("chunk", torch.float32)
     )
+
+
+@every_policy
+def test_a_policy_depends_on_products_alone(policy):
+    """Rows that are packed are rotated: queries like keys, and outputs like values."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"queries": (1, 2, 2, 3, 8), "keys": (1, 2, 9, 8), "values": (1, 2, 9, 8)}
+    shapes |= {"outputs": shapes["queries"], "weights": (1, 2, 2, 3, 9), "score": (1, 2, 9)}
+    rows = {
+        name: torch.rand(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+    number = torch.arange(1, 10).int().expand(1, 2, 9)
+    turned = {name: rotated(rows[name]) for name in ("queries", "keys", "values", "outputs")}
+    worth = POLICIES[policy](Block(number=number, **rows))
+    assert_close(POLICIES[policy](Block(number=number, **rows | turned)), worth)
 
 
 @every_policy
