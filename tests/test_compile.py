@@ -97,7 +97,7 @@ class TestKeptTokensAreOneGraph:
 
 
 @pytest.mark.parametrize("padded", [0, 2], ids=["whole rows", "left-padded rows"])
-@pytest.mark.parametrize("name", ["gla", "linear-window", "linear-full"])
+@pytest.mark.parametrize("name", ["gla", "linear-window", "linear-full", "attention-kept-by-head"])
 def test_generate_with_a_static_cache_compiles_its_step_to_one_graph(name, padded):
     """As it does on a GPU without being asked to."""
     model = make_model(CASE[name])

@@ -69,8 +69,8 @@ class KeptByHead(NamedTuple):
     @classmethod
     def of(cls, past: Kept, numbers: Sequence[int]) -> Self:
         """Heads that keep these numbers of tokens; all else is as `past` says."""
-        runs = []
-        sizes = list[int]()
+        runs: list[Run] = []
+        sizes: list[int] = []
         head = row = stay = 0
         for number, alike in groupby(numbers):
             count = len([*alike])
