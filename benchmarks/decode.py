@@ -112,6 +112,7 @@ WINDOWS = {
     "1/4 of layers, sinks": {**SERVED, "keep": tuple(range(1, 28, 4))},
 }
 BLOCK = 16  # tokens after which the default student decides what it keeps
+FULL = 1200  # tokens after which each of its heads has as many as it keeps
 PIECES = (2048, 512, 128)  # of a prompt of as many tokens as the first
 COMPILED_LAYERS = 12
 MODELS = {  # of other benchmarks
@@ -143,10 +144,11 @@ def make_all(students: dict[str, dict], dtype: torch.dtype = DTYPE) -> dict[str,
     }
 
 
-def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCache:
-    """As if the model had read so many tokens."""
+def filled_cache(model: PreTrainedModel, tokens: int, batch: int, read: int = 2) -> DynamicCache:
+    """As if the model had read so many tokens, of which it reads some."""
     cache = DynamicCache(config=model.config)
-    model(torch.ones(batch, 2, dtype=torch.long, device=DEVICE), **{CACHE: cache})
+    given = torch.randint(SHAPE["vocab_size"], (batch, min(read, tokens)), device=DEVICE)
+    model(given, **{CACHE: cache}, logits_to_keep=1)
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
             growing = {
@@ -332,7 +334,7 @@ def default_table(dtype: torch.dtype, rounds: int, is_compiled: bool) -> dict[st
     token = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
     found: dict[str, dict] = {}
     for context in (16, 1024, 8192):
-        caches = {name: filled_cache(model, context, 1) for name, model in models.items()}
+        caches = {name: filled_cache(model, context, 1, FULL) for name, model in models.items()}
         steps = {n: partial(m, token, **{CACHE: caches[n]}) for n, m in models.items()}
         row = in_turn({n: block_of(step) for n, step in steps.items()}, rounds, 1)
         for of_model in row.values():
