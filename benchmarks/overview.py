@@ -24,10 +24,10 @@ MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
     "teacher in 8 bits": ("teacher in 8 bits", "black", (4, 9), "right"),
     "teacher in 4 bits": ("teacher in 4 bits", "black", (0, 10), "center"),
     "default, 20 steps at 3e-5, seed 0": (
-        "default, 8 bits",
+        "default, 8 bits, earlier choice",
         "tab:orange",
-        (-7, 2),
-        "right",
+        (0, 10),
+        "center",
     ),
     "8 full heads in 16 bits, 172 kept tokens alike, window 64, in 16": (
         "default in 16 bits,\nuntrained",
@@ -35,17 +35,17 @@ MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
         (7, 0),
         "left",
     ),
-    "near, 20 steps at 3e-5, seed 0": (
+    "near by head, 20 steps at 3e-5, seed 0": (
         "near, 8 bits",
         "tab:orange",
         (7, -2),
         "left",
     ),
-    "small, 20 steps at 3e-5, seed 0": (
+    "small by head, 20 steps at 3e-5, seed 0": (
         "small, 8 bits",
         "tab:purple",
-        (0, 10),
-        "center",
+        (-7, 0),
+        "right",
     ),
     "constant, 40 steps at 3e-5, seed 0": (
         "constant, 4 and 8 bits",
