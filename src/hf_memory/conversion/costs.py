@@ -33,9 +33,8 @@ from hf_memory.conversion.stages.transfer import AttentionTransfer
 from hf_memory.files.ram import memory_for
 
 TINY = 1000  # times its weights is more than a student needs
-UTILISATION = (
-    0.35  # assumed part of a device's peak that matrix products reach, all other work included
-)
+# assumed part of a device's peak that matrix products reach, all other work included
+UTILISATION = 0.35
 BLOCKS = 8  # of kept tokens that are counted, at least
 COUNTED = "counted"  # transformers' name of the experts here
 # attention of the CPU, where layers are traced

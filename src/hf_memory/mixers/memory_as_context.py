@@ -137,9 +137,8 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         now = states["memory"]["weights"] if "memory" in states else states["then"]
         then = torch.where(begins[:, None, None], now, states["then"])
         offset = torch.where(begins, 0, states["offset"])
-        places = torch.where(
-            real, offset[:, None] + real.cumsum(1) - 1, C
-        )  # padding gets C and is dropped
+        # padding gets C and is dropped
+        places = torch.where(real, offset[:, None] + real.cumsum(1) - 1, C)
         recalled = self.memory.recall(x, then, self._of_memory(context))
         heads, keys, values = self._attend_pairs(x, recalled, places, context)
         y = self.attention_norm(self.o_proj(heads.flatten(-2)))

@@ -40,9 +40,8 @@ class InitialWeights(nn.Module):
         super().__init__()
         self.depth = len(shapes)
         self.has_bias = has_bias
-        self.size = sum(
-            (d_in + has_bias) * d_out for d_in, d_out in shapes
-        )  # number of weights of a head
+        # number of weights of a head
+        self.size = sum((d_in + has_bias) * d_out for d_in, d_out in shapes)
         for i, (d_in, d_out) in enumerate(shapes):
             self.register_parameter(f"layer_{i}", nn.Parameter(torch.empty(heads, d_in, d_out)))
             if has_bias:

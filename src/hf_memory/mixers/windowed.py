@@ -388,9 +388,8 @@ class WindowedMixer(MemoryMixer):
         back = Positions(
             *(upcast(x.mean(1, keepdim=True)) for x in (distances.cos, -distances.sin))
         )
-        units = torch.eye(self.head_dim, dtype=back.cos.dtype, device=k.device)[
-            None, :, None
-        ]  # unit vectors as keys
+        unit_keys = torch.eye(self.head_dim, dtype=back.cos.dtype, device=k.device)
+        units = unit_keys[None, :, None]
         self.far.start_near(q, k, self.rotate(units, units, back)[0][0, :, 0])
 
     def start_sinks(self, hidden_states: Tensor, positions: Positions | None, first: int) -> None:

@@ -208,9 +208,8 @@ def _bytes_of(x: Tensor) -> Tensor:
         return x.view(torch.uint8)
     size = x.float().abs()
     powers = _powers_of_two(size)
-    above = (size[..., None] >= powers[1:]).sum(
-        -1
-    )  # of powers that are not larger, without the first
+    # the number of powers that are not larger, without the first
+    above = (size[..., None] >= powers[1:]).sum(-1)
     whole = 128 * (above + size / powers[above]) + 32768 * (x < 0)
     whole = torch.where(x.isfinite(), whole, NAN_OF_SHORT + 1)
     high = (whole / 256).floor()

@@ -94,9 +94,8 @@ class Conversation:
         try:
             for token, cache in self._continued(before, unread, seed):
                 answered.append(token)
-                if (
-                    cache is not None
-                ):  # the answer ends, and the cache has read all of it but this token
+                # at the end of the answer the cache has read all of it but this token
+                if cache is not None:
                     self.cache = cache
                     read = len(before) + len(answered) - 1
                 yield token

@@ -168,9 +168,8 @@ class Expected:
         self.states = {f"{i}.{name}": x for i, spec in enumerate(specs) for name, x in spec.items()}
         self.shapes: dict[str, list[int]] = {}  # of one text
         for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
-            before = (
-                0 if isinstance(layer, MemoryLayer) else 1
-            )  # transformers has heads before tokens
+            # transformers has heads before tokens
+            before = 0 if isinstance(layer, MemoryLayer) else 1
             for name, state in spec.items():
                 grown = state.grown_shape(tokens_read)
                 self.shapes[f"{i}.{name}"] = [*state.shape[:before], *grown, *state.shape[before:]]

@@ -53,9 +53,8 @@ class DistillationTrainer(StageTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss; with `return_outputs` also the student's outputs, without logits."""
-        targets = F.pad(
-            inputs["labels"][:, 1:], (0, 1), value=-100
-        ).flatten()  # what each token must predict
+        # what each token must predict
+        targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100).flatten()
         kept = (targets != -100).nonzero().squeeze(1)
         parts = self.accelerator.num_processes * (
             self.current_gradient_accumulation_steps if model.training else 1

@@ -51,11 +51,10 @@ def _gemma2_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str
 
 def _gemma3(config: PreTrainedConfig) -> dict:
     ropes = config.rope_parameters
+    in_float32 = torch.tensor(config.hidden_size**0.5)
     return {
         **_gemma2(config),
-        "embedding_multiplier": torch.tensor(
-            config.hidden_size**0.5
-        ).item(),  # it keeps it in float32
+        "embedding_multiplier": in_float32.item(),
         "rope_parameters": ropes["full_attention"],
         "local_rope_parameters": ropes["sliding_attention"],
         "local_rope_layers": [int(kind == "sliding_attention") for kind in config.layer_types],
@@ -125,9 +124,8 @@ TEACHERS = (
     Teacher(
         "granite",
         GRANITE,
-        others=lambda config: {
-            "query_pre_attn_scalar": config.attention_multiplier**-2
-        },  # whose root divides scores
+        # whose root divides scores
+        others=lambda config: {"query_pre_attn_scalar": config.attention_multiplier**-2},
         # not the head, which may be tied
         parts=lambda config, name, x: {
             name: x / config.logits_scaling if name == "model.norm.weight" else x

@@ -216,9 +216,8 @@ def read_tokenizer(file: Path):
     if beside.exists():
         try:
             return PreTrainedTokenizerFast.from_pretrained(file.parent)
-        except (
-            BaseException
-        ) as error:  # whatever transformers and tokenizers raise for a damaged file
+        # whatever transformers and tokenizers raise for a damaged file
+        except BaseException as error:
             if not is_fault(error):
                 raise
             reason = str(error).split("\n")[0] or type(error).__name__
@@ -228,9 +227,8 @@ def read_tokenizer(file: Path):
     with _reading(file):
         architecture, described, options = get_gguf_tokenizer(str(file))
         backend, _ = convert_gguf_tokenizer(architecture, described)
-        content = json.loads(
-            backend.to_str()
-        )  # transformers may have added a token that the model does not have
+        content = json.loads(backend.to_str())
+        # transformers may have added a token that the model does not have
         content["added_tokens"] = [
             x for x in content["added_tokens"] if x["id"] < len(described["tokens"])
         ]

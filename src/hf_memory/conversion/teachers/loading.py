@@ -82,9 +82,8 @@ def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrain
     model = loading.load_model(
         name, dtype=torch.float32, quantization_config=quantized, device_map={"": device}
     )
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # or it warns at each step that inputs are rounded
+    # or it warns at each step that inputs are rounded
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return model.eval()
 
 

@@ -45,9 +45,8 @@ class Ring(NamedTuple):
     first: int = 0
     kind: str | None = "window"
     prefix: str = ""
-    is_long: bool = (
-        False  # whether few blocks of queries share keys, so that each gets its own slice
-    )
+    # whether few blocks of queries share keys, so that each gets its own slice
+    is_long: bool = False
 
     def spec(self, heads: int, K: int, V: int) -> Spec:
         """The states `keys` and `values`."""

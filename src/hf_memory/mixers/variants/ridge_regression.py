@@ -25,9 +25,8 @@ class MesaMixer(MemoryMixer):
 
     convolved = "qk"
     given: tuple[str, ...] = ("beta", "g")  # arguments of the op that are projected
-    starts: dict[str, float] = {
-        "ridge": math.log(math.expm1(1 - LEAST_RIDGE))
-    }  # a regulariser of one
+    # a regulariser of one
+    starts: dict[str, float] = {"ridge": math.log(math.expm1(1 - LEAST_RIDGE))}
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
