@@ -15,7 +15,14 @@ from hf_memory.mixers.pasts.policy import POLICIES
 from hf_memory.mixers.pasts.rows import New
 from hf_memory.modeling import register_eviction
 from hf_memory.ops.gate_channels import GateChannels
-from hf_memory.ops.kv_eviction import Block, change_of_output, chunk, received_attention
+from hf_memory.ops.kv_eviction import (
+    Block,
+    Rule,
+    change_of_output,
+    chunk,
+    received_attention,
+    retained_attention,
+)
 
 MEMORY = Kept(window=5, first=2, kept=4, block=3)
 
@@ -184,6 +191,22 @@ def test_kernel_of_forget_gates_decides_as_its_definition(policy):
     assert_close(
         read("triton", torch.float32), read("chunk", torch.float64), read("chunk", torch.float32)
     )
+
+
+def test_keys_that_lie_in_memory_in_another_order_have_the_same_gradients():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 6, 4, 8), (1, 2, 11, 8), (1, 2, 11, 8)
+    q, *rows = (torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes)
+    number = torch.arange(1, 12, dtype=torch.int32).expand(1, 2, -1)
+    rule = Rule(3, 1, 2, received_attention, 0.3, 0.0, None, False)
+
+    def gradients(*inputs):
+        inputs = [x.requires_grad_() for x in inputs]
+        o, *_ = retained_attention(*inputs, number, q.new_zeros(1, 2, 5), rule)
+        return torch.autograd.grad(o.square().sum(), inputs)
+
+    by_token = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows)
+    assert_close(gradients(q, *by_token), gradients(q, *rows))
 
 
 @every_policy
