@@ -170,8 +170,8 @@ def calls() -> Iterator[tuple[str, Callable]]:
         gates = partial(rwkv7_gates, k, k, k, factor, factor, erasure=1.0, backend="triton")
         yield f"rwkv7_gates 64 {str(dtype)[6:]}", gates
     kept = (64, 240, torch.bfloat16), (128, 240, torch.bfloat16), (32, 112, torch.float32)
-    student = 64, 439, torch.bfloat16  # of SmolLM2 by default
-    for (D, stay, dtype), policy in product((*kept, student), KERNEL_POLICIES):
+    student = (64, 439, torch.bfloat16), (64, 1123, torch.bfloat16)  # heads of SmolLM2 by default
+    for (D, stay, dtype), policy in product((*kept, *student), KERNEL_POLICIES):
         of = "" if stay < 256 else f" of {stay}"
         name = f"kv_eviction {policy.__name__}{of} {D} {str(dtype)[6:]}"
         yield name, partial(_call_kv_eviction, policy, D, stay, dtype)

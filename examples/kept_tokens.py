@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_memory  # noqa: F401
+from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.kept_by_head import KeptByHead
 
 LENGTH = 2048  # tokens of the text that are read
 POLICIES = ("received_attention", "change_of_output")
@@ -43,10 +45,11 @@ def held(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
     places = torch.arange(1, tokens.shape[1] + 1)
     found = []
-    for layer in cache.layers:
-        for name, numbers in getattr(layer, "states", {}).items():
-            if name.endswith("number"):
-                found += [torch.isin(places, of_head) for of_head in numbers[0].long()]
+    for layer, of_cache in zip(model.model.layers, cache.layers):
+        for part in getattr(layer.mixer, "parts", ()):
+            if isinstance(part.past, Kept | KeptByHead):
+                numbers = part.past.numbers(of_cache.states)
+                found += [torch.isin(places, of_head[0].long()) for of_head in numbers]
     if not found:
         sys.exit(f"the student must have heads that keep tokens, got {model.config.layer_types}")
     return torch.stack(found)

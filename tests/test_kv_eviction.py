@@ -16,7 +16,17 @@ from hf_memory.mixers.pasts.rows import New
 from hf_memory.modeling import register_eviction
 from hf_memory.ops.bits import rotated
 from hf_memory.ops.gate_channels import GateChannels
-from hf_memory.ops.kv_eviction import Block, change_of_output, chunk, received_attention
+from hf_memory.ops.kv_eviction import (
+    MOST_ENTRIES,
+    Block,
+    Rule,
+    change_of_output,
+    chunk,
+    kernel_refuses,
+    random_choice,
+    received_attention,
+    retained_attention,
+)
 
 MEMORY = Kept(window=5, first=2, kept=4, block=3)
 
@@ -185,6 +195,84 @@ def test_kernel_of_forget_gates_decides_as_its_definition(policy):
     assert_close(
         read("triton", torch.float32), read("chunk", torch.float64), read("chunk", torch.float32)
     )
+
+
+def with_many_entries(
+    backend, dtype, policy=random_choice, stay=100, D=64, softcap=0.0, gates=None, groups=3
+):
+    """Two blocks after entries that are held, in one row fewer: results, and gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    T, H = 32, 2
+    inputs = [normal(2, T, H * groups, D), *(normal(2, stay + T, H, D) for _ in range(2))]
+    number = torch.arange(1, stay + T + 1, dtype=torch.int32).repeat(2, H, 1)
+    number[1] = (number[1] - stay // 2).clamp(min=0)  # no tokens in many places, and in the end
+    number[1, :, -9:] = 0
+    score = torch.rand(2, H, stay, generator=generator).to(
+        torch.promote_types(dtype, torch.float32)
+    )
+    q, k, v = inputs
+    if gates is not None:
+        inputs.append(normal(2, stay + T, H * groups))
+        q, k, v = gates.extend(
+            F.pad(q, (0, 0, 0, 0, stay, 0)), k, v, F.logsigmoid(inputs[-1]).cumsum(1), 2 * D
+        )
+    rule = Rule(16, 4, 30, policy, 0.3, softcap, gates, True)
+    rows = q[:, -T:], k.transpose(1, 2), v.transpose(1, 2)
+    o, mass, places, score = retained_attention(*rows, number, score, rule, backend=backend)
+    if gates is not None:
+        mass = torch.zeros_like(mass)  # the kernel's is without the sums
+    gradients = torch.autograd.grad(o.square().sum() + mass.square().sum(), inputs)
+    return o, mass, places.long(), score, gradients
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 2.0}, {"gates": GateChannels(64, 0.3)}], ids=str
+)
+@pytest.mark.parametrize("policy", [received_attention, change_of_output])
+def test_kernels_read_more_entries_and_queries_than_a_tile(policy, options):
+    options = options | {"policy": policy}
+    assert_close(
+        with_many_entries("triton", torch.float32, **options),
+        with_many_entries("chunk", torch.float64, **options),
+        with_many_entries("chunk", torch.float32, **options),
+    )
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_kernels_in_16_bits_read_more_entries_than_a_tile(D):
+    """float16, as the interpreter multiplies the bit patterns of bfloat16; what stays does not depend on rounding."""
+    assert_close(
+        with_many_entries("triton", torch.float16, D=D),
+        with_many_entries("chunk", torch.float64, D=D),
+        with_many_entries("chunk", torch.float16, D=D),
+    )
+
+
+def test_keys_that_lie_in_memory_in_another_order_have_the_same_gradients():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 6, 4, 8), (1, 2, 11, 8), (1, 2, 11, 8)
+    q, *rows = (torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes)
+    number = torch.arange(1, 12, dtype=torch.int32).expand(1, 2, -1)
+    rule = Rule(3, 1, 2, received_attention, 0.3, 0.0, None, False)
+
+    def gradients(*inputs):
+        inputs = [x.requires_grad_() for x in inputs]
+        o, *_ = retained_attention(*inputs, number, q.new_zeros(1, 2, 5), rule)
+        return torch.autograd.grad(o.square().sum(), inputs)
+
+    by_token = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows)
+    assert_close(gradients(q, *by_token), gradients(q, *rows))
+
+
+def test_kernels_refuse_more_entries_than_they_hold():
+    k = torch.empty(1, 1, 1, 256, dtype=torch.bfloat16)
+    assert kernel_refuses(k, MOST_ENTRIES) is None
+    assert kernel_refuses(k, MOST_ENTRIES + 1) == "a query sees 4097 entries, more than 4096"
+    assert kernel_refuses(k.float(), 20) == "a key has 1024 bytes, more than 512"
 
 
 @every_policy

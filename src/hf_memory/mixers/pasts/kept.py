@@ -121,6 +121,10 @@ class Kept(NamedTuple):
         self._end_blocks(new, context, scores, ends)
         return attended
 
+    def numbers(self, states: States) -> Sequence[Tensor]:
+        """The numbers of the tokens that each head holds, from 1, [B, entries] each; 0: no token."""
+        return states[f"{self.prefix}number"].unbind(1)
+
     def of_entries(self, x: Tensor) -> Tensor:
         """What belongs to heads, [B, H, ...], as what belongs to their entries, [B, H, 1, ...]."""
         return x.unsqueeze(2)

@@ -157,6 +157,10 @@ class KeptByHead(NamedTuple):
         ]
         return _of_heads(read)
 
+    def numbers(self, states: States) -> Sequence[Tensor]:
+        """See `Kept.numbers`."""
+        return states[f"{self.prefix}number"].split(self.sizes, 1)
+
     def of_entries(self, x: Tensor) -> Tensor:
         """What belongs to heads, [B, H, ...], as what belongs to their entries, [B, entries, ...]."""
         sizes = torch.tensor(self.sizes, device=x.device)

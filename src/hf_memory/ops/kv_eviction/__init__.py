@@ -29,8 +29,9 @@ __all__ = [
 
 # policies by which a kernel decides; what others choose is chosen in PyTorch
 KERNEL_POLICIES = received_attention, change_of_output
-# largest tile of keys that a program can hold, by bytes of a number
-LARGEST = {2: 1 << 15, 4: 1 << 12}
+# what registers of a program hold: numbers for all entries that a query sees, and tiles of keys of so many bytes
+MOST_ENTRIES = 4096
+MOST_BYTES = 512
 
 
 def retained_attention(
@@ -84,11 +85,7 @@ def kernel_refuses(k: Tensor, entries: int) -> str | None:
     """Why kernels do not support keys [B, T, H, D] if a query sees so many entries, as a clause."""
     if k.dtype == torch.float64:
         return "keys are float64"
-    size = _width(entries) * _width(k.shape[-1])
-    largest = LARGEST[k.element_size()]
-    return None if size <= largest else f"a tile of keys has {size} numbers, more than {largest}"
-
-
-def _width(n: int) -> int:
-    """The width of a tile with n numbers a row; without loops, which torch.compile does not trace."""
-    return 1 << max(4, (n - 1).bit_length())
+    if entries > MOST_ENTRIES:
+        return f"a query sees {entries} entries, more than {MOST_ENTRIES}"
+    size = k.shape[-1] * k.element_size()
+    return None if size <= MOST_BYTES else f"a key has {size} bytes, more than {MOST_BYTES}"

@@ -247,7 +247,7 @@ def _gradients(
     if dmass is not None:
         subtracted = subtracted - dmass.unsqueeze(-1)
     dq = []
-    dk, dv = (torch.zeros_like(upcast(x)) for x in (k, v))
+    dk, dv = (upcast(x).new_zeros(x.shape) for x in (k, v))  # contiguous, as `flatten` needs
     first_rows = _first_rows(k)
     size = len(q) if q.is_cuda else max(1, SCORES // weights[0].numel())
     groups = (x.split(size) for x in (q, do, subtracted, weights, places))

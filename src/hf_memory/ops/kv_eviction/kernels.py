@@ -1,6 +1,6 @@
 """Kernels of kept tokens: one program for each head decides block by block which entries stay; then all blocks are read
-at once, by a program for each head and block. Its tile has the entries that are held, in their order, and then those of
-the block."""
+at once, by a program for each head and block. A block sees the entries that are held, in their order, and then its own,
+some of which are a tile."""
 
 from typing import NamedTuple
 
@@ -13,9 +13,12 @@ from hf_memory.ops.kv_eviction.policies import LEAST_REST
 from hf_memory.ops.triton.launch import contiguous, launcher, precision, width
 
 _LEAST_REST = tl.constexpr(LEAST_REST)
-ROWS = 32
-CHANNELS = 64  # queries that are scored at once, and channels of a tile
-VALUE_CHANNELS = tl.constexpr(32)  # of a tile of values, where outputs are needed to decide
+_LEAST = tl.constexpr(-3e38)  # below all scores
+# numbers of a tile of entries for each warp, and of one of queries, by bytes of a number: what fits in registers
+ENTRIES = {2: 1024, 4: 512}
+QUERIES = {2: 8192, 4: 2048}
+ATTENDING = {"num_warps": 4, "num_stages": 1}
+DECIDING = {"num_warps": 8, "num_stages": 1}  # since there are few programs
 
 
 class Meta(NamedTuple):
@@ -26,14 +29,14 @@ class Meta(NamedTuple):
     D: int
     C: int  # tokens of a block
     STAY: int
-    FIRST: int
-    WINDOW: int
-    BM: int  # tile sizes, of entries, all channels, channels in turn, and rows
+    ALL: int  # the width of all entries
+    BM: int  # tile sizes, of entries, channels, and rows, which are queries
     BD: int
-    BC: int
     BR: int
     SOFTCAP: bool
     PRECISION: str
+    FIRST: int = 0
+    WINDOW: int = 0
     # whether entries are worth what outputs change without them, else what they receive
     BY_CHANGE: bool = False
 
@@ -69,10 +72,11 @@ def _tile_rows(x, at, channel, D: tl.constexpr, is_row):
 
 
 @triton.jit
-def _capped(s, softcap, meta: tl.constexpr):
-    """Scores with the soft cap."""
+def _scores(given, queries, keys, meta: tl.constexpr):
+    """Scores [rows, entries] with the soft cap."""
+    s = given.scale * tl.dot(queries, tl.trans(keys), input_precision=meta.PRECISION)
     if meta.SOFTCAP:
-        s = softcap * (2 * tl.sigmoid(2 * s / softcap) - 1)
+        s = given.softcap * (2 * tl.sigmoid(2 * s / given.softcap) - 1)
     return s
 
 
@@ -97,9 +101,8 @@ def _queries(row, start, part, tokens, meta: tl.constexpr):
 
 
 @triton.jit
-def _entries_of(given, row, n, meta: tl.constexpr):
-    """Places of the entries that the queries of a block see, and the numbers of their tokens."""
-    i = tl.arange(0, meta.BM)
+def _entries_of(given, row, n, i, meta: tl.constexpr):
+    """Places of the entries i of those that the queries of a block see, and the numbers of their tokens."""
     places = given.places + (row * (given.blocks + 1) + n) * meta.STAY
     at = tl.where(i < meta.STAY, tl.load(places + i, mask=i < meta.STAY, other=0), n * meta.C + i)
     number = given.number + row * (meta.STAY + given.blocks * meta.C)
@@ -107,84 +110,117 @@ def _entries_of(given, row, n, meta: tl.constexpr):
 
 
 @triton.jit
-def _changes(p, values, at, is_entry, meta: tl.constexpr):
-    """[rows, entries], how far outputs of queries with weights p move without an entry, in squares.
+def _read(given, row, n, queries, place, needs_outputs: tl.constexpr, meta: tl.constexpr):
+    """Of queries of a block the largest score, and sums of exponentials below it and of values weighted by them."""
+    D: tl.constexpr = meta.D
+    entries = row * (meta.STAY + given.blocks * meta.C)
+    c = tl.arange(0, meta.BD)
+    most = tl.full([meta.BR], _LEAST, tl.float32)
+    total = tl.zeros([meta.BR], tl.float32)
+    o = tl.zeros([meta.BR, meta.BD], tl.float32)
+    for first in range(0, meta.STAY + meta.C, meta.BM):
+        i = first + tl.arange(0, meta.BM)
+        at, token = _entries_of(given, row, n, i, meta)
+        is_entry = i < meta.STAY + meta.C
+        s = _scores(given, queries, _tile_rows(given.k + entries * D, at, c, D, is_entry), meta)
+        s = tl.where(_seen(token, i, place, meta), s, float("-inf"))
+        before = most
+        most = tl.maximum(before, tl.max(s, 1))
+        remains = tl.exp(before - most)
+        p = tl.exp(s - most[:, None])
+        total = remains * total + tl.sum(p, 1)
+        if needs_outputs:
+            values = _tile_rows(given.v + entries * D, at, c, D, is_entry)
+            p = tl.cast(p, values.dtype)
+            o = remains[:, None] * o + tl.dot(p, values, input_precision=meta.PRECISION)
+    return most, total, o
+
+
+@triton.jit
+def _changes(p, o, v, meta: tl.constexpr):
+    """[rows, entries], how far outputs o of queries with weights p move without an entry, in squares.
 
     See `change_of_output` in policies.py, which says why.
     """
-    products = tl.zeros([meta.BR, meta.BM], tl.float32)
-    of_outputs = tl.zeros([meta.BR], tl.float32)
-    of_values = tl.zeros([meta.BM], tl.float32)
-    for first in range(0, meta.BD, VALUE_CHANNELS):
-        c = first + tl.arange(0, VALUE_CHANNELS)
-        v = _tile_rows(values, at, c, meta.D, is_entry)
-        o = tl.dot(tl.cast(p, v.dtype), v, input_precision=meta.PRECISION)
-        o = tl.cast(o, v.dtype)
-        products += tl.dot(o, tl.trans(v), input_precision=meta.PRECISION)
-        o = tl.cast(o, tl.float32)
-        v = tl.cast(v, tl.float32)
-        of_outputs += tl.sum(o * o, 1)
-        of_values += tl.sum(v * v, 1)
-    distances = of_outputs[:, None] - 2 * products + of_values[None, :]
+    products = tl.dot(o, tl.trans(v), input_precision=meta.PRECISION)
+    o = tl.cast(o, tl.float32)
+    v = tl.cast(v, tl.float32)
+    distances = tl.sum(o * o, 1)[:, None] - 2 * products + tl.sum(v * v, 1)[None, :]
     odds = p / tl.maximum(1 - p, _LEAST_REST)
     return odds * odds * tl.maximum(distances, 0.0)
 
 
 @triton.jit
-def _decide_kernel(given, score, decay, meta: tl.constexpr):
-    """Places of the entries before each block, and what they are worth: a moving average of what a policy says."""
+def _best(value, count: tl.constexpr):
+    """Which elements are the `count` largest, of equal ones the first; the count-th is found bit by bit."""
+    bits = tl.cast(value, tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of floats
+    least = tl.where(tl.sum(tl.cast(order >= 0, tl.int32), 0) >= count, 0, -0x80000000)
+    for n in range(31):
+        larger = least + (1 << (30 - n))
+        least = tl.where(tl.sum(tl.cast(order >= larger, tl.int32), 0) >= count, larger, least)
+    is_better = order > least
+    is_equal = tl.cast(order == least, tl.int32)
+    rest = count - tl.sum(tl.cast(is_better, tl.int32), 0)
+    return is_better | ((is_equal > 0) & (tl.cumsum(is_equal, 0) <= rest))
+
+
+@triton.jit
+def _decide_kernel(given, score, worth, decay, meta: tl.constexpr):
+    """Places of the entries before each block, and what they are worth: a moving average of what a policy says.
+
+    Some queries of a block at a time read all entries, and then add to what each is worth, which is kept in `worth`.
+    """
     D: tl.constexpr = meta.D
     C: tl.constexpr = meta.C
     STAY: tl.constexpr = meta.STAY
     row = tl.cast(tl.program_id(0), tl.int64)
-    i = tl.arange(0, meta.BM)
-    d = tl.arange(0, meta.BD)
-    is_held = i < STAY
-    is_entry = i < STAY + C
-    is_older = i < STAY + C - meta.WINDOW
+    e = tl.arange(0, meta.ALL)
+    c = tl.arange(0, meta.BD)
+    is_held = e < STAY
+    is_any = e < STAY + C
+    is_older = e < STAY + C - meta.WINDOW
     tokens = given.blocks * C
-    entries = row * (STAY + given.blocks * C)
+    entries = row * (STAY + tokens)
     number = given.number + entries
     score = score + row * STAY
+    worth = worth + row * (STAY + C)
     places = given.places + row * (given.blocks + 1) * STAY
-    tl.store(places + i, i, mask=is_held)
+    tl.store(places + e, e, mask=is_held)
     for n in range(given.blocks):
         tl.debug_barrier()  # what the last round has stored is there
         block = tl.cast(n, tl.int64)
         start = block * C
-        at, token = _entries_of(given, row, block, meta)
-        before = tl.load(score + i, mask=is_held, other=0.0)
-        u = decay * before
-        parts = (meta.C * meta.G + meta.BR - 1) // meta.BR
-        for part in tl.range(parts, disable_licm=meta.BY_CHANGE):
-            if meta.BY_CHANGE:
-                # Else Triton 3.6 loads keys and values before the loop, and shared memory has no room for both.
-                tl.debug_barrier()
-            keys = _tile_rows(given.k + entries * D, at, d, D, is_entry)
+        tl.store(worth + e, decay * tl.load(score + e, mask=is_held, other=0.0), mask=is_any)
+        tl.debug_barrier()  # `worth` is there, and then sums are
+        for part in range((C * meta.G + meta.BR - 1) // meta.BR):
             place, at_query, is_query = _queries(row, start, part, tokens, meta)
-            queries = _tile_rows(given.q, at_query, d, D, is_query)
-            s = given.scale * tl.dot(queries, tl.trans(keys), input_precision=meta.PRECISION)
-            s = tl.where(
-                _seen(token, i, place, meta), _capped(s, given.softcap, meta), float("-inf")
-            )
-            p = tl.exp(s - tl.max(s, 1)[:, None])
-            counts = tl.where(is_query, 1 / tl.sum(p, 1), 0.0)
-            p *= counts[:, None]
-            if meta.BY_CHANGE:
-                p = _changes(p, given.v + entries * D, at, is_entry, meta)
-            u += tl.sum(p, 0)
+            queries = _tile_rows(given.q, at_query, c, D, is_query)
+            most, total, o = _read(given, row, block, queries, place, meta.BY_CHANGE, meta)
+            share = tl.where(is_query, 1 / total, 0.0)
+            o = tl.cast(share[:, None] * o, given.v.dtype.element_ty)
+            for first in range(0, STAY + C, meta.BM):
+                i = first + tl.arange(0, meta.BM)
+                is_entry = i < STAY + C
+                at, token = _entries_of(given, row, block, i, meta)
+                keys = _tile_rows(given.k + entries * D, at, c, D, is_entry)
+                s = _scores(given, queries, keys, meta)
+                is_seen = _seen(token, i, place, meta)
+                p = tl.where(is_seen, share[:, None] * tl.exp(s - most[:, None]), 0.0)
+                if meta.BY_CHANGE:
+                    values = _tile_rows(given.v + entries * D, at, c, D, is_entry)
+                    p = _changes(p, o, values, meta)
+                tl.atomic_add(worth + i, tl.sum(p, 0), mask=is_entry, sem="relaxed")
+        tl.debug_barrier()
+        u = tl.load(worth + e, mask=is_any, other=0.0)
+        at, token = _entries_of(given, row, block, e, meta)
         value = tl.where(token == 0, -1.0, tl.where(token <= meta.FIRST, float("inf"), u))
         value = tl.where(is_older, value, float("-inf"))
-        is_before = i[None, :] < i[:, None]
-        precedes = (value[None, :] > value[:, None]) | (
-            (value[None, :] == value[:, None]) & is_before
-        )
-        rank = tl.sum(tl.cast(precedes, tl.int32), 1)
-        stays = tl.where(is_older, rank < STAY - meta.WINDOW, is_entry)
+        stays = tl.where(is_older, _best(value, STAY - meta.WINDOW), is_any)
         is_full = tl.load(number + STAY + start + C - 1) > 0  # else all that are held stay
         stays = tl.where(is_full, stays, is_held)
         to = tl.cumsum(tl.cast(stays, tl.int32), 0) - 1
-        u = tl.where(is_full, u, before)
+        u = tl.where(is_full, u, tl.load(score + e, mask=is_held, other=0.0))
         tl.debug_barrier()  # all have read what is replaced
         tl.store(score + to, u, mask=stays)
         tl.store(places + (block + 1) * STAY + to, tl.cast(at, tl.int32), mask=stays)
@@ -192,106 +228,76 @@ def _decide_kernel(given, score, decay, meta: tl.constexpr):
 
 @triton.jit
 def _attend_kernel(given, outputs, meta: tl.constexpr):
-    """Attention of the queries of a block."""
+    """Attention of queries of a block."""
     D: tl.constexpr = meta.D
     row = tl.cast(tl.program_id(0), tl.int64)
     n = tl.cast(tl.program_id(1), tl.int64)
-    i = tl.arange(0, meta.BM)
-    is_entry = i < meta.STAY + meta.C
-    tokens = given.blocks * meta.C
-    entries = row * (meta.STAY + tokens)
-    at, token = _entries_of(given, row, n, meta)
-    for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
-        place, at_query, is_query = _queries(row, n * meta.C, part, tokens, meta)
-        s = tl.zeros([meta.BR, meta.BM], tl.float32)
-        for first in tl.static_range(0, meta.BD, meta.BC):
-            c = first + tl.arange(0, meta.BC)
-            keys = _tile_rows(given.k + entries * D, at, c, D, is_entry)
-            s += tl.dot(
-                _tile_rows(given.q, at_query, c, D, is_query),
-                tl.trans(keys),
-                input_precision=meta.PRECISION,
-            )
-        s = _capped(given.scale * s, given.softcap, meta)
-        s = tl.where(_seen(token, i, place, meta), s, float("-inf"))
-        most = tl.max(s, 1)
-        p = tl.exp(s - most[:, None])
-        total = tl.sum(p, 1)
-        tl.store(outputs.mass + at_query, most + tl.log(total), mask=is_query)
-        p = tl.cast(p / total[:, None], given.v.dtype.element_ty)
-        for first in tl.static_range(0, meta.BD, meta.BC):
-            c = first + tl.arange(0, meta.BC)
-            values = _tile_rows(given.v + entries * D, at, c, D, is_entry)
-            o = tl.cast(
-                tl.dot(p, values, input_precision=meta.PRECISION), outputs.o.dtype.element_ty
-            )
-            where = at_query[:, None] * D + c[None, :]
-            tl.store(outputs.o + where, o, mask=is_query[:, None] & (c < D)[None, :])
+    c = tl.arange(0, meta.BD)
+    place, at_query, is_query = _queries(
+        row, n * meta.C, tl.program_id(2), given.blocks * meta.C, meta
+    )
+    queries = _tile_rows(given.q, at_query, c, D, is_query)
+    most, total, o = _read(given, row, n, queries, place, True, meta)
+    tl.store(outputs.mass + at_query, most + tl.log(total), mask=is_query)
+    o = tl.cast(o / total[:, None], outputs.o.dtype.element_ty)
+    where = at_query[:, None] * D + c[None, :]
+    tl.store(outputs.o + where, o, mask=is_query[:, None] & (c < D)[None, :])
 
 
 @triton.jit
 def _gradients_kernel(given, outputs, gradients, dq, dk, dv, meta: tl.constexpr):
-    """Gradients of queries, and sums of those of keys and values."""
+    """Gradients of queries of a block, and sums of those of keys and values."""
     D: tl.constexpr = meta.D
     row = tl.cast(tl.program_id(0), tl.int64)
     n = tl.cast(tl.program_id(1), tl.int64)
-    i = tl.arange(0, meta.BM)
-    is_entry = i < meta.STAY + meta.C
-    tokens = given.blocks * meta.C
-    entries = row * (meta.STAY + tokens)
-    at, token = _entries_of(given, row, n, meta)
-    for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
-        place, at_query, is_query = _queries(row, n * meta.C, part, tokens, meta)
-        sums = -tl.load(gradients.mass + at_query, mask=is_query, other=0.0)
-        s = tl.zeros([meta.BR, meta.BM], tl.float32)
-        dp = tl.zeros([meta.BR, meta.BM], tl.float32)
-        for first in tl.static_range(0, meta.BD, meta.BC):
-            c = first + tl.arange(0, meta.BC)
-            keys = _tile_rows(given.k + entries * D, at, c, D, is_entry)
-            s += tl.dot(
-                _tile_rows(given.q, at_query, c, D, is_query),
-                tl.trans(keys),
-                input_precision=meta.PRECISION,
-            )
-            values = _tile_rows(given.v + entries * D, at, c, D, is_entry)
-            do = _tile_rows(gradients.o, at_query, c, D, is_query)
-            dp += tl.dot(do, tl.trans(values), input_precision=meta.PRECISION)
-            o = _tile_rows(outputs.o, at_query, c, D, is_query)
-            sums += tl.sum(tl.cast(do, tl.float32) * tl.cast(o, tl.float32), 1)
-        s = _capped(given.scale * s, given.softcap, meta)
+    c = tl.arange(0, meta.BD)
+    entries = row * (meta.STAY + given.blocks * meta.C)
+    place, at_query, is_query = _queries(
+        row, n * meta.C, tl.program_id(2), given.blocks * meta.C, meta
+    )
+    queries = _tile_rows(given.q, at_query, c, D, is_query)
+    do = _tile_rows(gradients.o, at_query, c, D, is_query)
+    o = _tile_rows(outputs.o, at_query, c, D, is_query)
+    sums = tl.sum(tl.cast(do, tl.float32) * tl.cast(o, tl.float32), 1)
+    sums -= tl.load(gradients.mass + at_query, mask=is_query, other=0.0)
+    mass = tl.load(outputs.mass + at_query, mask=is_query, other=0.0)
+    of_queries = tl.zeros([meta.BR, meta.BD], tl.float32)
+    for first in range(0, meta.STAY + meta.C, meta.BM):
+        i = first + tl.arange(0, meta.BM)
+        at, token = _entries_of(given, row, n, i, meta)
+        is_entry = i < meta.STAY + meta.C
+        keys = _tile_rows(given.k + entries * D, at, c, D, is_entry)
+        s = _scores(given, queries, keys, meta)
         is_seen = _seen(token, i, place, meta) & is_query[:, None]
-        mass = tl.load(outputs.mass + at_query, mask=is_query, other=0.0)
         p = tl.where(is_seen, tl.exp(s - mass[:, None]), 0.0)
+        values = _tile_rows(given.v + entries * D, at, c, D, is_entry)
+        dp = tl.dot(do, tl.trans(values), input_precision=meta.PRECISION)
         ds = given.scale * p * (dp - sums[:, None])
         if meta.SOFTCAP:
             ds *= 1 - (s / given.softcap) * (s / given.softcap)
-        p = tl.cast(p, given.k.dtype.element_ty)
-        ds = tl.cast(ds, given.k.dtype.element_ty)
-        for first in tl.static_range(0, meta.BD, meta.BC):
-            c = first + tl.arange(0, meta.BC)
-            is_number = is_entry[:, None] & (c < D)[None, :]
-            sum_at = (entries + at)[:, None] * D + c[None, :]
-            queries = _tile_rows(given.q, at_query, c, D, is_query)
-            of_keys = tl.dot(tl.trans(ds), queries, input_precision=meta.PRECISION)
-            tl.atomic_add(dk + sum_at, of_keys, mask=is_number, sem="relaxed")
-            do = _tile_rows(gradients.o, at_query, c, D, is_query)
-            of_values = tl.dot(tl.trans(p), do, input_precision=meta.PRECISION)
-            tl.atomic_add(dv + sum_at, of_values, mask=is_number, sem="relaxed")
-            keys = _tile_rows(given.k + entries * D, at, c, D, is_entry)
-            of_queries = tl.cast(
-                tl.dot(ds, keys, input_precision=meta.PRECISION), dq.dtype.element_ty
-            )
-            where = at_query[:, None] * D + c[None, :]
-            tl.store(dq + where, of_queries, mask=is_query[:, None] & (c < D)[None, :])
+        p = tl.cast(p, do.dtype)
+        ds = tl.cast(ds, queries.dtype)
+        is_number = is_entry[:, None] & (c < D)[None, :]
+        sum_at = (entries + at)[:, None] * D + c[None, :]
+        of_values = tl.dot(tl.trans(p), do, input_precision=meta.PRECISION)
+        tl.atomic_add(dv + sum_at, of_values, mask=is_number, sem="relaxed")
+        of_keys = tl.dot(tl.trans(ds), queries, input_precision=meta.PRECISION)
+        tl.atomic_add(dk + sum_at, of_keys, mask=is_number, sem="relaxed")
+        of_queries += tl.dot(ds, keys, input_precision=meta.PRECISION)
+    where = at_query[:, None] * D + c[None, :]
+    of_queries = tl.cast(of_queries, dq.dtype.element_ty)
+    tl.store(dq + where, of_queries, mask=is_query[:, None] & (c < D)[None, :])
 
 
-def _meta(
-    q: Tensor, k: Tensor, block: int, stay: int, first: int = 0, window: int = 0, softcap: float = 0
-) -> Meta:
+def _meta(q: Tensor, k: Tensor, block: int, stay: int, softcap: float, warps: int) -> Meta:
     _, H, _, D = k.shape
-    G = q.shape[2] // k.shape[1]
-    tiles = width(stay + block), width(D), min(CHANNELS, width(D)), min(ROWS, width(block * G))
-    return Meta(H, G, D, block, stay, first, window, *tiles, softcap != 0, precision(k.dtype))
+    G = q.shape[2] // H
+    BD = width(D)
+    size = k.element_size()
+    BM = max(16, ENTRIES[size] * warps // max(64, BD))
+    BR = max(16, min(64, QUERIES[size] // max(64, BD), width(block * G)))
+    tiles = width(stay + block), BM, BD, BR
+    return Meta(H, G, D, block, stay, *tiles, softcap != 0, precision(k.dtype))
 
 
 @torch.library.custom_op("hf_memory::retained_places", mutates_args=())
@@ -319,11 +325,10 @@ def retained_places(
     score = score.clone(memory_format=torch.contiguous_format)
     places = number.new_empty(B, H, T // block + 1, entries - T)
     given = Given(q, k, v, number, places, T // block, scale, softcap)
-    meta = _meta(q, k, block, entries - T, first, window, softcap)
-    if by_change:
-        # weights, and products of outputs and values, of more rows would not fit in registers
-        meta = meta._replace(BY_CHANGE=True, BR=min(16, meta.BR))
-    launcher(_decide_kernel, (B * H,))(given, score, decay, meta=meta, num_warps=8, num_stages=1)
+    worth = score.new_empty(B, H, entries - T + block)
+    meta = _meta(q, k, block, entries - T, softcap, DECIDING["num_warps"])
+    meta = meta._replace(FIRST=first, WINDOW=window, BY_CHANGE=by_change)
+    launcher(_decide_kernel, (B * H,))(given, score, worth, decay, meta=meta, **DECIDING)
     return places, score
 
 
@@ -339,10 +344,10 @@ def retained_attention(
     q: Tensor, k: Tensor, v: Tensor, number: Tensor, places: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B, T, HQ, D], and the logarithm of the mass [B, T, HQ] in float32."""
-    given, meta = _given(q, k, v, number, places, scale, softcap)
+    given, meta, parts = _given(q, k, v, number, places, scale, softcap)
     outputs = Outputs(torch.empty_like(given.q), q.new_empty(q.shape[:3], dtype=torch.float32))
-    launcher(_attend_kernel, (len(q) * meta.H, given.blocks))(
-        given, outputs, meta=meta, num_warps=8, num_stages=1
+    launcher(_attend_kernel, (len(q) * meta.H, given.blocks, parts))(
+        given, outputs, meta=meta, **ATTENDING
     )
     return outputs
 
@@ -358,15 +363,14 @@ def _backward(
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
-    given, meta = _given(q, k, v, number, places, scale, softcap)
+    given, meta, parts = _given(q, k, v, number, places, scale, softcap)
     outputs = Outputs(o, mass)
     gradients = Outputs(*contiguous(do, dmass))
     dq = torch.empty_like(given.q)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (given.k, given.k))
-    programs = len(q) * meta.H, given.blocks
-    meta = meta._replace(BR=min(16, meta.BR))
+    programs = len(q) * meta.H, given.blocks, parts
     launcher(_gradients_kernel, programs)(
-        given, outputs, gradients, dq, dk, dv, meta=meta, num_warps=8, num_stages=1
+        given, outputs, gradients, dq, dk, dv, meta=meta, **ATTENDING
     )
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
@@ -378,12 +382,14 @@ def _(q, k, v, number, places, o, mass, do, dmass, scale, softcap):
 
 def _given(
     q: Tensor, k: Tensor, v: Tensor, number: Tensor, places: Tensor, scale: float, softcap: float
-) -> tuple[Given, Meta]:
+) -> tuple[Given, Meta, int]:
+    """What kernels of attention read, how they are compiled, and the parts of a block that programs take."""
     blocks = places.shape[2] - 1
     stay = places.shape[3]
-    meta = _meta(q, k, q.shape[1] // blocks, stay, softcap=softcap)
+    meta = _meta(q, k, q.shape[1] // blocks, stay, softcap, ATTENDING["num_warps"])
     q, k, v, number, places = contiguous(q, k, v, number, places)
-    return Given(q, k, v, number, places, blocks, scale, softcap), meta
+    given = Given(q, k, v, number, places, blocks, scale, softcap)
+    return given, meta, triton.cdiv(meta.C * meta.G, meta.BR)
 
 
 def _save(ctx, inputs, output):
