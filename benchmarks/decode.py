@@ -346,7 +346,8 @@ def default_table(dtype: torch.dtype, rounds: int, is_compiled: bool) -> dict[st
             found["calls"] = {name: counted(step, layers) for name, step in steps.items()}
             print("calls", found["calls"], flush=True)
     prompt = torch.randint(SHAPE["vocab_size"], (1, PIECES[0]), device=DEVICE)
-    for name, model in models.items():
+    for name in ("Llama", "8 bits", "16 bits"):
+        model = models[name]
         calls = {
             "Llama" if size == PIECES[0] else f"pieces of {size}": partial(
                 read_in_pieces, model, prompt, size
