@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import hf_memory_cli
 from cases import WORDS, word_tokenizer
+from hf_memory import conversion
+from hf_memory.cli.options import read_pairs
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 LAUNCH = [
@@ -93,12 +96,25 @@ def test_a_recipe_fits_its_teacher(
     monkeypatch.setattr(
         sys, "argv", ["hf-memory", "convert", str(tmp_path), *map(str, recipe), "--dry-run"]
     )
+    files = []
+    dry_run = conversion.dry_run
+
+    def planned(request, **how):
+        plan = dry_run(request, **how)
+        files.append(request.extra_files(plan))
+        return plan
+
+    monkeypatch.setattr(conversion, "dry_run", planned)
     with pytest.raises(SystemExit) as exit_:
         hf_memory_cli.app()
     printed, error = (" ".join(x.split()) for x in capsys.readouterr())
     assert (exit_.value.code or 0) == 0
     assert error == ""
     assert [tokens for tokens in stages if f"{tokens:,} tokens" not in printed] == []
+    (of_run,) = files
+    repeated = read_pairs(yaml.safe_load(of_run["run.yaml"])["option"])
+    given = yaml.safe_load((RECIPES / f"{name}.yaml").read_text()).get("option", {})
+    assert {key: repeated[key] for key in given} == given
 
 
 def test_the_page_has_the_recipes_and_says_what_was_not_run():

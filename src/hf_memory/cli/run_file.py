@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -110,11 +111,12 @@ def _from_anywhere(value: Any) -> Any:
         return value
     before, _, prompts = value.rpartition(":")
     file, equals, weight = value.rpartition("=")
-    if value and Path(value).exists():
+    # which is False for what is too long for a path
+    if value and os.path.exists(value):
         return str(Path(value).absolute())
-    if equals and Path(file).exists():
+    if equals and os.path.exists(file):
         return f"{Path(file).absolute()}={weight}"
-    if before.startswith("teacher:") and Path(prompts).exists():
+    if before.startswith("teacher:") and os.path.exists(prompts):
         return f"{before}:{Path(prompts).absolute()}"
     return value
 
