@@ -104,7 +104,7 @@ def test_generate_with_a_static_cache_compiles_its_step_to_one_graph(name, padde
     tokens = random_tokens(2, 5)
     mask = torch.ones_like(tokens)
     mask[0, :padded] = 0
-    config = CompileConfig(backend="eager", mode=None)
+    config = CompileConfig(backend="aot_eager", mode=None)
     config._compile_all_devices = True
     torch._dynamo.reset()
     counters.clear()

@@ -51,7 +51,7 @@ def change_of_output(block: Block) -> Tensor:
         sum_i w_ij^2 |o_i|^2 - 2 v_j (sum_i w_ij^2 o_i) + |v_j|^2 sum_i w_ij^2
     """
     p = block.weights.flatten(2, 3)
-    odds = (p / (1 - p).clamp_(min=LEAST_REST)).square_()
+    odds = (p / (1 - p).clamp(min=LEAST_REST)).square()
     outputs = block.outputs.flatten(2, 3).to(p.dtype)
     values = block.values.to(p.dtype)
     of_outputs = (odds * outputs.square().sum(-1, keepdim=True)).sum(2)
