@@ -163,8 +163,9 @@ class KeptByHead(NamedTuple):
 
     def of_entries(self, x: Tensor) -> Tensor:
         """What belongs to heads, [B, H, ...], as what belongs to their entries, [B, entries, ...]."""
-        sizes = torch.tensor(self.sizes, device=x.device)
-        return x.repeat_interleave(sizes, 1, output_size=self.runs[-1].rows.stop)
+        # without a copy from the host, which a CUDA graph cannot have
+        of_heads = zip(x.split(1, 1), self.sizes)
+        return torch.cat([each.expand(-1, size, *x.shape[2:]) for each, size in of_heads], 1)
 
     def _are_read_together(self, q: Tensor, context: Context, scores: Scores) -> bool:
         """Whether queries of all heads are read in one product: on a CPU, of entries in one tensor, without gates."""
