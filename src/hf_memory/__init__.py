@@ -128,6 +128,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs the conversion when it is asked for: its import takes a second."""
     if name != "shrink_cache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hf_memory.conversion.shrink_cache import shrink_cache
+    from hf_memory.conversion.shrinking import shrink_cache
 
     return shrink_cache

@@ -209,7 +209,7 @@ def _sharing(
 ) -> MemoryTransformerForCausalLM:
     """A student of this config whose parameters share the memory of a model's."""
     config = copy.deepcopy(config)
-    name = model.name_or_path
+    name = model.name_or_path or ""
     if "/" in name and not Path(name).exists():
         config.teacher_name_or_path = name
     with init_empty_weights(include_buffers=False):
@@ -218,4 +218,4 @@ def _sharing(
     wanted = "options that add no weights, which would have to be learnt: hf-memory convert trains"
     check(not weights.new, "options", wanted, weights.new[:3])
     student.generation_config = copy.deepcopy(model.generation_config)
-    return student.to(model.device).eval()
+    return student.to(model.device).eval()  # type: ignore[arg-type]
