@@ -68,7 +68,7 @@ from hf_memory.modeling.transformer import (
 )
 from hf_memory.serving import Conversation, load_memory, save_memory
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FAMILIES",

@@ -32,7 +32,7 @@ from hf_memory.conversion.stages.trainer import train
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.students.heads import HEAD_SCORES
-from hf_memory.conversion.students.weights import CarriedWeights, carry_over
+from hf_memory.conversion.students.weights import CarriedWeights, carry_over, shares_weights
 from hf_memory.conversion.teachers import TEACHERS, Teacher
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
 from hf_memory.conversion.teachers.loading import (
@@ -98,6 +98,7 @@ __all__ = [
     "resolve",
     "results_of",
     "rwkv7_config",
+    "shares_weights",
     "shrink_cache",
     "smallest_student",
     "train",
