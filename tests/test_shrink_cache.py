@@ -1,6 +1,9 @@
 """A loaded model becomes a student with a small cache, in memory."""
 
 import copy
+import runpy
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,6 +242,26 @@ def test_the_name_on_the_hub_is_said(teacher, tmp_path):
     made.save_pretrained(tmp_path)
     assert "base_model: someone/llama" in (tmp_path / "README.md").read_text()
     assert shrink_cache(teacher, **FOUND).config.teacher_name_or_path is None
+
+
+def test_custom_generate_finds_heads_once_for_a_model(teacher):
+    file = Path(__file__).parents[1] / "examples/custom_generate/custom_generate/generate.py"
+    found = runpy.run_path(str(file))
+    calls = []
+
+    def counted(*given, **how):
+        calls.append(given[1])
+        return shrink_cache(*given, **(how or {}), **(SMALL if given[1] is None else {}))
+
+    found["generate"].__globals__["shrink_cache"] = counted
+    write = partial(found["generate"], text=TEXT, max_new_tokens=4, do_sample=False)
+    model = copy.deepcopy(teacher)
+    first, again = (write(model, inputs=TEXT[None, :20], max_length=None) for _ in range(2))
+    assert torch.equal(first, again)
+    assert calls == [None]
+    write(model.double(), inputs=TEXT[None, :20])
+    assert len(calls) == 2
+    assert calls[1].full_attention_heads is not None
 
 
 def test_it_is_found_at_the_top():
