@@ -172,6 +172,16 @@ def quantized(model):
     return model
 
 
+def sharded(model):
+    class Part(torch.Tensor):
+        """As a DTensor of a model in parts, or a quantised tensor of torchao."""
+
+    head = model.lm_head
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Part))
+    head.weight.data = head.weight.detach().as_subclass(Part)
+    return model
+
+
 REFUSED = {
     "a name": (lambda model: "path/to/llama", "model must be a model, got str 'path/to/llama': lo"),
     "peft": (
@@ -181,6 +191,8 @@ REFUSED = {
     "hooks": (hooked, r"model must have no hooks .* got some in model\.layers\.0"),
     "a forward": (replaced, r"model must have no hooks .* got some in model\.layers\.1"),
     "quantised": (quantized, "model must not be quantised"),
+    "sharded": (sharded, r"model must be one whose weights are neither .*, got \['Part'\]"),
+    "compiled": (torch.compile, "model must be a LlamaForCausalLM.*, got 'OptimizedModule'"),
     "no head": (lambda model: model.model, "model must be a LlamaForCausalLM.*, got 'LlamaModel'"),
     "another head": (
         lambda model: LlamaForSequenceClassification(model.config),
