@@ -12,11 +12,13 @@ from matplotlib.colors import to_rgb
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
 )
 
+import hf_memory
 from cases import (
     WORDS,
     Case,
@@ -608,6 +610,10 @@ OF_MODELS = {  # functions that take a model, called with a name in its place
     "EarlyExit": lambda: decoding.EarlyExit("student"),
     "calibrate": lambda: decoding.calibrate("student", PLACES.expand(200, -1)),
     "fit_classifier": lambda: decoding.fit_classifier("student", PLACES[None]),
+    "use_memory_ops": lambda: hf_memory.use_memory_ops("student"),
+    "save_memory": lambda: hf_memory.save_memory(DynamicCache(), "nowhere", "student"),
+    "load_memory": lambda: hf_memory.load_memory("nowhere", "student"),
+    "Conversation": lambda: hf_memory.Conversation("student", None),
 }
 
 
@@ -616,6 +622,12 @@ def test_a_name_in_place_of_a_model_is_refused(name):
     expected = r"(model|teacher|student) must be a model, got str 'student': load it first, as with"
     with pytest.raises(ValueError, match=expected):
         OF_MODELS[name]()
+
+
+def test_a_layer_type_of_another_library_is_named_as_it_was_given():
+    """transformers renames "mamba" to "linear_attention"."""
+    with pytest.raises(ValueError, match=r"layer_types must be one of .*'memory'.*, got 'mamba'"):
+        make_config(PLAIN, layer_types=["mamba"] * 2)
 
 
 @pytest.mark.parametrize("tokens", [PLACES.numpy(), PLACES.tolist()], ids=["array", "list"])
@@ -638,3 +650,10 @@ def test_inputs_of_ops_that_are_no_tensors_are_refused(op, kind):
         other = given | {name: x.numpy() if kind == "ndarray" else x.tolist()}
         with pytest.raises(ValueError, match=rf"{name} must be a .*[Tt]ensor.*, got {kind}"):
             op.op(**other, backend="reference")
+
+
+@pytest.mark.parametrize("bounds", [torch.tensor([0, 4]).numpy(), [0, 4]], ids=["array", "list"])
+def test_boundaries_that_are_no_tensor_are_refused(bounds):
+    given = OPS[0].example(B=1, T=4, H=1, HV=1, K=8, V=8)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be a torch.Tensor, got (ndarray|list)"):
+        OPS[0].op(**given, cu_seqlens=bounds)

@@ -12,6 +12,7 @@ from transformers.generation import GenerationMode
 from hf_memory.cache import MemoryLayer, copied
 from hf_memory.cache_argument import cache_name
 from hf_memory.files.chat_template import apply_template
+from hf_memory.modeling.any_model import check_model
 from hf_memory.serving.memory_file import check_layers
 
 ANSWER = "An answer of the model 8c1f6d0e"  # placeholder for earlier answers when the template is applied
@@ -55,6 +56,7 @@ class Conversation:
         options: dict[str, Any] | None = None,
         seed: int = 0,
     ):
+        check_model("model", model)
         if system is not None and (tokenizer.chat_template is None or cache is not None):
             missing = (
                 "a tokenizer without a chat template"
