@@ -41,6 +41,7 @@ from hf_memory.conversion import (
     resolve,
     smallest_student,
 )
+from hf_memory.conversion.request import check_servable
 from hf_memory.conversion.teachers import loading as of_few_bits
 from hf_memory.evaluation import (
     Subject,
@@ -526,6 +527,30 @@ def test_an_export_that_is_refused_says_what_to_do():
     ):
         with pytest.raises(NotExportable, match=r"Convert.* again with .*--servable"):
             find_target(make_config(case))
+
+
+@pytest.mark.parametrize(
+    ("teacher", "to", "advice"),
+    [
+        ("qwen3", "attention", "Give --to deltanet, or leave out --servable"),
+        ("qwen2", "deltanet", "Give --to attention, or leave out --servable"),
+        ("gemma3", "attention", "No engine has students of such a teacher. Leave out"),
+        ("olmo2", "deltanet", "No engine has students of such a teacher. Leave out"),
+    ],
+)
+def test_refusals_of_servable_students_do_not_point_in_a_circle(teacher, to, advice):
+    """What the refusal of an export says is not refused by the conversion, and the other way round."""
+    config = make_teacher(teacher).config
+    config.attention_bias = False
+    with pytest.raises(NotExportable, match=advice):
+        check_servable(resolve(Recipe(to, servable=True), config).student, to)
+    usual = resolve(Recipe("attention"), config).student
+    with pytest.raises(NotExportable) as refusal:
+        find_target(usual)
+    again = re.search(r"again with --to (\w+) --servable", str(refusal.value))
+    assert (again is None) == advice.startswith("No engine")
+    if again:
+        check_servable(resolve(Recipe(again[1], servable=True), config).student, again[1])
 
 
 def test_a_tokenizer_with_more_words_than_the_model_is_refused(run, teacher, tmp_path):
