@@ -30,7 +30,8 @@ class Conversation:
     the next message is refused.
 
     Args:
-        model: a causal language model of this package; its `generation_config` says how tokens are sampled.
+        model: a causal language model of this package, or a hybrid of transformers after `use_memory_ops`; its
+            `generation_config` says how tokens are sampled.
         tokenizer: the model's tokenizer; its chat template is used if it has one.
         cache: a memory of one text to start from; it is not changed. Default: an empty one.
         system: the system prompt; default: that of the template.
