@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig
 from hf_memory.export.parts import Weights, kept_layers
 from hf_memory.modeling.any_model import COMMON_FIELDS
 from hf_memory.modeling.configuration import MemoryConfig
-from hf_memory.modeling.options import Experts, TeacherShape
 
 FIELDS_OF_ALL_MODELS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 FREE: tuple[str, ...] = (
@@ -48,8 +47,21 @@ EACH_LAYER = (
     "num_kept_tokens",
 )  # lists of what each layer has, which may be nothing
 # fields of a student that are as in its teacher, whatever the conversion
-OF_TEACHERS = {*TeacherShape.__annotations__, *Experts.__annotations__}
-OF_TEACHERS |= {"attention_bias", "hidden_act", "mlp_types", "use_qk_norm"}
+OF_TEACHERS = {
+    "attention_bias",
+    "attention_output_bias",
+    "attn_logit_softcapping",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "hidden_act",
+    "local_rope_layers",
+    "mlp_bias",
+    "mlp_types",
+    "norm_placement",
+    "qk_norm_whole_width",
+    "residual_multiplier",
+    "use_qk_norm",
+}
 REASONS = {  # why a target does not accept other values of a field
     "norm_placement": "norms are before mixer and MLP there",
     "hidden_act": "the memory and the MLP share one activation there",
