@@ -15,9 +15,10 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, pipeline
 
 from hf_memory.cli.options import read_pairs
 from hf_memory.conversion import Schedule, defaults
-from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
+from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo
 from hf_memory.evaluation import evaluate, tasks
 from hf_memory.files.folders import folder_lock
+from hf_memory.files.manual import sections, unwrap
 from teachers import FAST, SHORT
 
 

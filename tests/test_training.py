@@ -19,7 +19,7 @@ from cases import (
 )
 from comparing import assert_close
 from hf_memory.conversion import Schedule, train
-from hf_memory.demo import sections
+from hf_memory.files.manual import sections
 
 ARGUMENTS = {
     "report_to": "none",

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hf_memory.demo import sections
+from hf_memory.files.manual import sections
 
 SIZES = {
     "vocab_size": 256,

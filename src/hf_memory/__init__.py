@@ -3,6 +3,8 @@
 Importing this package registers every family with transformers' Auto classes.
 """
 
+from typing import Any
+
 from hf_memory.export import export_model
 from hf_memory.feed_forward import parameter_groups
 from hf_memory.integrations.native import use_memory_ops
@@ -117,5 +119,15 @@ __all__ = [
     "load_memory",
     "parameter_groups",
     "save_memory",
+    "shrink_cache",
     "use_memory_ops",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs the conversion when it is asked for: its import takes a second."""
+    if name != "shrink_cache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_memory.conversion.shrink_cache import shrink_cache
+
+    return shrink_cache

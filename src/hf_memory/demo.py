@@ -1,9 +1,6 @@
 """The demo: trains a small Llama on Python's documentation, converts it, and compares both; offline, in minutes."""
 
-import re
 from collections.abc import Callable
-from itertools import chain
-from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import torch
@@ -30,10 +27,9 @@ from hf_memory.conversion import (
     untrained_student,
 )
 from hf_memory.evaluation import OF_CARD, Subject, evaluate
+from hf_memory.files.manual import sections
 
 END = "<|endoftext|>"
-SECTION = 4000  # characters of a section, which is held out as a whole or not at all
-WRAPPED = 50  # a longer line is assumed to end because of the page width
 HELD_OUT = 10  # every tenth section is held out
 PROMPTS = ("When a function is called", "A class definition", "If an exception is raised")
 
@@ -69,24 +65,6 @@ class Demo(NamedTuple):
     student: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     results: Results
-
-
-def sections() -> list[str]:
-    """The language reference in sections of equal size; paragraphs that occur in several topics appear once."""
-    quoted = chain.from_iterable(re.split(r"\n *\n", text.strip("\n")) for text in topics.values())
-    texts = [""]
-    for paragraph in dict.fromkeys(map(unwrap, quoted)):
-        if len(texts[-1]) > SECTION:
-            texts.append("")
-        texts[-1] += paragraph + "\n\n"
-    return texts
-
-
-def unwrap(paragraph: str) -> str:
-    """Join the lines of prose, whose breaks have no meaning; code keeps its lines."""
-    lines = paragraph.split("\n")
-    is_prose = all(len(line) > WRAPPED for line in lines[:-1])
-    return lines[0] + "".join(" " + line.strip() for line in lines[1:]) if is_prose else paragraph
 
 
 def make_corpus(vocab_size: int, texts: list[str]) -> Corpus:

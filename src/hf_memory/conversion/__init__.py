@@ -24,6 +24,7 @@ from hf_memory.conversion.report import Results, add_results, results_of, write_
 from hf_memory.conversion.request import Request
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.saving import Saved, convert_and_save, dry_run
+from hf_memory.conversion.shrink_cache import shrink_cache
 from hf_memory.conversion.stages.distillation import distill
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
 from hf_memory.conversion.stages.sharding import processes
@@ -97,6 +98,7 @@ __all__ = [
     "resolve",
     "results_of",
     "rwkv7_config",
+    "shrink_cache",
     "smallest_student",
     "train",
     "untrained_student",

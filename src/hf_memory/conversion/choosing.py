@@ -85,7 +85,8 @@ def _decided(
         choice = choice_by_ranking(plan.recipe, plan.teacher, ranking)
     if plan.recipe.kept_by_head:
         alike = plan.with_choice(choice)
-        how: dict = {"length": alike.training_length, "seed": plan.recipe.seed}
+        # rows are as long as windows of distillation, whether or not it has steps
+        how: dict = {"length": plan.recipe.distillation.length, "seed": plan.recipe.seed}
         numbers = kept_by_head(observed, tokens, alike.student, **how, report=run.report)
         choice = replace(choice, kept_tokens=tuple(map(tuple, numbers)))
     return choice

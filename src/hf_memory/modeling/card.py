@@ -54,7 +54,7 @@ def make_card(model: PreTrainedModel, loaded: ModelCardData) -> ModelCard:
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag=task,
-        base_model=loaded.base_model,
+        base_model=loaded.base_model or config.teacher_name_or_path,
         base_model_relation=loaded.get("base_model_relation") if loaded.base_model else None,
         tags=["hf_memory", config.model_type],
         **license_and_language(config.name_or_path, loaded),

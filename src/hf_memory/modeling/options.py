@@ -39,6 +39,7 @@ class TeacherShape(PreTrainedConfig):
         local_rope_layers (`list[int]`, *optional*): 1 for a layer whose rotary positions are those of
             `local_rope_parameters` in place of `rope_parameters`, as the layers with a window in Gemma-3; 0 for others.
         local_rope_parameters (`dict`, *optional*): as `rope_parameters`, for these layers.
+        teacher_name_or_path (`str`, *optional*): name on the Hub of the Transformer whose weights a student has.
     """
 
     attention_output_bias: bool = False
@@ -53,6 +54,7 @@ class TeacherShape(PreTrainedConfig):
     residual_multiplier: float | int = 1.0
     local_rope_layers: list[int] | None = None
     local_rope_parameters: dict | None = None
+    teacher_name_or_path: str | None = None
 
     def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
         """Names of the norms before and after the mixer and the MLP of a layer; empty if there is none."""

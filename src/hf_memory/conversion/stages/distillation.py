@@ -21,9 +21,11 @@ from hf_memory.conversion.stages.divergence import (
 from hf_memory.conversion.stages.fine_tuning import trained
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import TRAINING, StageTrainer, run_trainer
+from hf_memory.conversion.students.weights import shares_weights
 from hf_memory.files.text import Text
 from hf_memory.modeling.any_model import check_model, head
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.checks import check
 from hf_memory.progress import History
 
 DISTILLATION = "distillation"
@@ -110,7 +112,7 @@ def distill(
     Returns and raises what `attention_transfer` does.
 
     Args:
-        student: the student, trained in place.
+        student: the student, trained in place; it must not share the teacher's weights, as that of `shrink_cache` does.
         teacher: the teacher; it is not changed.
         tokens: the training text.
         schedule: the training schedule.
@@ -123,6 +125,9 @@ def distill(
     """
     check_model("student", student)
     check_model("teacher", teacher)
+    is_apart = not shares_weights(student, teacher)
+    wanted = "one with weights of its own, as copy.deepcopy(student) has: training would change its teacher"
+    check(is_apart, "student", wanted, "one that shares the teacher's")
     data = TokenWindows(tokens, schedule, seed)
     how: dict = {"temperature": temperature, "cross_entropy": cross_entropy}
     belongs_to = {"student": student, "teacher": teacher, "train": train, **how}

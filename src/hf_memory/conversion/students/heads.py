@@ -145,18 +145,20 @@ def window_divergences(
         return checkpoint(mixed, *args, use_reentrant=False, **kwargs)
 
     total = torch.zeros_like(gates)
-    for done, (row, places) in enumerate(rows):
-        report(Progress("ranking heads", done, len(rows)))
+    passes = len(rows) * len(GATE_VALUES)
+    for number, (row, places) in enumerate(rows):
         row = row.to(teacher.device)
         with torch.no_grad():
             target = teacher(row, use_cache=False).logits[0, places]
-        for point in GATE_VALUES:
+        for done, point in enumerate(GATE_VALUES, number * len(GATE_VALUES)):
+            report(Progress("ranking heads", done, passes))
             gates = torch.full_like(gates, point).requires_grad_()
             with attention_by(teacher, once), only_these_learn(teacher, ()), torch.enable_grad():
                 logits = teacher(row, use_cache=False).logits[0, places]
                 total -= torch.autograd.grad(
                     divergence(logits, target) / len(GATE_VALUES) / len(places), gates
                 )[0]
+    report(Progress("ranking heads", passes, passes))
     return total / len(rows)
 
 

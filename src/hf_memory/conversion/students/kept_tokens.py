@@ -7,7 +7,7 @@ part of single heads and tokens in the Fisher form of the KL divergence.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +87,12 @@ def kept_by_head(
     heads = near_heads(student)
     rows = rows_of(text, length)
     errors = dict.fromkeys(levels, torch.zeros(len(heads), dtype=torch.float64))
-    for done, row in enumerate(rows):
-        report(Progress("weighing what heads keep", done, len(rows)))
-        of_row = errors_of(teacher, row, student, (*levels, mean), seed + done)
+    total = len(rows) * len({layer for layer, _ in heads})
+    layers_done = count()
+    tell = lambda: report(Progress("weighing what heads keep", next(layers_done), total))  # noqa: E731
+    tell()
+    for i, row in enumerate(rows):
+        of_row = errors_of(teacher, row, student, (*levels, mean), seed + i, tell)
         whole = of_row[mean].sum()
         errors = {number: x + of_row[number] / whole for number, x in errors.items()}
     kept = student.kept_tokens
@@ -145,9 +148,17 @@ def rows_of(text: Text, length: int) -> list[Tensor]:
 
 
 def errors_of(
-    teacher: PreTrainedModel, row: Tensor, student: Any, numbers: Sequence[int], seed: int
+    teacher: PreTrainedModel,
+    row: Tensor,
+    student: Any,
+    numbers: Sequence[int],
+    seed: int,
+    tell: Callable[[], None] = lambda: None,
 ) -> dict[int, Tensor]:
-    """By how many tokens heads keep: the error [heads] of each head with a window on a row [1, T]."""
+    """By how many tokens heads keep: the error [heads] of each head with a window on a row [1, T].
+
+    `tell` is called after each layer.
+    """
     heads = near_heads(student)
     layers = sorted({layer for layer, _ in heads})
     seen = seen_by_layers(teacher, row.to(teacher.device), layers, seed)
@@ -157,6 +168,7 @@ def errors_of(
         for number, of_number in errors.items():
             error = _errors(of_layer, gradient, past_of(student, number), here)
             of_number.append(error.cpu())
+        tell()
     return {number: torch.cat(x).double() for number, x in errors.items()}
 
 

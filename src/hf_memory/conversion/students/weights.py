@@ -43,8 +43,47 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
     Raises:
         ValueError: if a tensor has no counterpart or another shape, or the student has new tensors elsewhere.
     """
-    source = teacher.state_dict()
     target = student.state_dict()
+    values, weights = _values(student, target, teacher)
+    for name, x in values.items():
+        target[name].copy_(x)
+    return weights
+
+
+@torch.no_grad()
+def share(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
+    """Let the parameters of a student be views of those of its teacher, where they are equal; nothing is copied.
+
+    Norms that a teacher writes in another way, as 1 + w in Gemma, are computed anew. Parameters of the student that the
+    teacher does not have are not changed. Arguments and errors are those of `carry_over`; the student's parameters may
+    be on the meta device.
+    """
+    values, weights = _values(student, student.state_dict(), teacher)
+    learns = {x.data_ptr(): x.requires_grad for x in teacher.parameters()}
+    shared: dict[tuple, nn.Parameter] = {}
+    for name, x in values.items():
+        place, _, own_name = name.rpartition(".")
+        key = x.data_ptr(), x.shape, x.stride()
+        if key not in shared:
+            shared[key] = nn.Parameter(x, requires_grad=learns.get(x.data_ptr(), True))
+        setattr(student.get_submodule(place), own_name, shared[key])
+    return weights
+
+
+def shares_weights(student: nn.Module, teacher: nn.Module) -> bool:
+    """Whether a parameter of a student has the memory of one of its teacher's."""
+    places = [
+        {x.untyped_storage().data_ptr() for x in model.parameters() if x.device.type != "meta"}
+        for model in (student, teacher)
+    ]
+    return bool(places[0] & places[1] - {0})
+
+
+def _values(
+    student: nn.Module, target: dict[str, Tensor], teacher: PreTrainedModel
+) -> tuple[dict[str, Tensor], CarriedWeights]:
+    """What a teacher's tensors give the tensors of a student, by the names in the student, and which they are."""
+    source = teacher.state_dict()
     config: Any = student.config
     memories = [i for i, kind in enumerate(config.layer_types or ()) if kind == "memory"]
     norms = tuple(f"model.layers.{i}.self_attn.{x}_norm." for i in memories for x in "qk")
@@ -70,10 +109,10 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
             f"every weight of the teacher must fit into the student, but {'; '.join(faults[:3])}{more}"
         )
     used: dict[str, tuple[str, ...]] = {}
-    for name, other, x in moves:
-        target[other].copy_(x)
+    for name, other, _ in moves:
         used[name] = (*used.get(name, ()), other)
-    return CarriedWeights(used, dropped, new)
+    values = {other: x for _, other, x in moves}
+    return values, CarriedWeights(used, dropped, new)
 
 
 def _overwritten(moves: list[tuple[str, str, Tensor]], target: dict[str, Tensor]) -> list[str]:

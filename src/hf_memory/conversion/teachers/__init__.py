@@ -135,20 +135,22 @@ TEACHERS = (
 )
 
 
-def find_teacher(config: PreTrainedConfig) -> Teacher:
-    """The entry of TEACHERS for a config.
+def find_teacher(config: PreTrainedConfig, argument: str = "teacher") -> Teacher:
+    """The entry of TEACHERS for the config of a model that is given as an argument of this name.
 
     Raises:
         ValueError: if there is none, or if the weights are quantised.
     """
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("teacher must not be quantised: load it in float32, bfloat16 or float16")
+        raise ValueError(
+            f"{argument} must not be quantised: load it in float32, bfloat16 or float16"
+        )
     for teacher in TEACHERS:
         if teacher.model_type == config.model_type:
             return teacher
     supported = ", ".join(teacher.model_type for teacher in TEACHERS)
     raise ValueError(
-        f"teacher must be one of {supported}, got a model of type {config.model_type!r}"
+        f"{argument} must be one of {supported}, got a model of type {config.model_type!r}"
     )
 
 

@@ -1,0 +1,244 @@
+"""A loaded model becomes a student with a small cache, in memory."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, pipeline
+
+import hf_memory
+from hf_memory.conversion import Schedule, distill, shrink_cache
+from hf_memory.conversion.students import own_window
+from hf_memory.evaluation import cache_bytes, kv_cache_bytes
+from teachers import TEACHERS, every_teacher, make_teacher, make_tokenizer, text
+
+# of which a text of 200 tokens is more than heads hold
+SMALL = {"sliding_window": 4, "num_kept_tokens": 16, "num_sink_tokens": 1, "kept_block_size": 4}
+HOW = {"keep": "heads:1/4", "kept_by_head": True, **SMALL}
+TEXT = text(200)
+# of the two heads of each of two layers
+FOUND = {
+    "full_attention_heads": [[1], []],
+    "num_kept_tokens": [[4, 0], [2, 8]],
+    "eviction": "change_of_output",
+    "cache_bits": None,
+}
+
+
+def places(model):
+    return {x.untyped_storage().data_ptr() for x in model.parameters()}
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return make_teacher()
+
+
+@pytest.fixture(scope="module")
+def student(teacher):
+    return shrink_cache(teacher, text=TEXT, **HOW)
+
+
+@every_teacher
+def test_a_student_has_the_weights_of_its_model_and_predicts_the_same_within_its_window(name):
+    model = make_teacher(name)
+    options = {"sliding_window": own_window(model.config) or 16, "num_kept_tokens": 0}
+    options |= {"full_attention_heads": [[], []], "cache_bits": None}
+    student = shrink_cache(model, **options)
+    # norms that are written as 1 + w, or divided, are the only others
+    own = [
+        n
+        for n, x in student.named_parameters()
+        if not {x.untyped_storage().data_ptr()} & places(model)
+    ]
+    assert all(n.endswith("norm.weight") for n in own)
+    tokens = text(options["sliding_window"])[None]
+    torch.testing.assert_close(student(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_of_the_model_changes(teacher):
+    model = copy.deepcopy(teacher).train()
+    for x in model.model.embed_tokens.parameters():
+        x.requires_grad = False
+    before = copy.deepcopy(model.state_dict())
+    shrunk = shrink_cache(model, text=TEXT, **HOW)
+    assert model.training
+    assert not shrunk.training
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert not model.model.embed_tokens.weight.requires_grad
+    assert model.lm_head.weight.requires_grad
+    assert not shrunk.model.embed_tokens.weight.requires_grad
+    assert not any(x.grad is not None for x in model.parameters())
+
+
+def test_a_cache_is_smaller_than_the_models(teacher, student):
+    tokens = 8192
+    assert cache_bytes(student.config, tokens) < kv_cache_bytes(teacher.config, tokens) / 2
+
+
+def test_what_was_found_is_saved_and_applied_again(teacher, student, tmp_path):
+    student.config.save_pretrained(tmp_path)
+    for config in (student.config, tmp_path, str(tmp_path)):
+        again = shrink_cache(teacher, config)
+        assert again.config.to_dict() == student.config.to_dict()
+        assert torch.equal(again(TEXT[None]).logits, student(TEXT[None]).logits)
+    fewer_bits = shrink_cache(teacher, tmp_path, cache_bits=4)
+    assert fewer_bits.config.cache_bits == 4
+    assert fewer_bits.config.num_kept_tokens == student.config.num_kept_tokens
+
+
+def test_a_student_is_saved_and_loaded_with_its_weights(teacher, tmp_path):
+    made = shrink_cache(teacher, **{**SMALL, **FOUND})
+    made.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(TEXT[None]).logits, made(TEXT[None]).logits)
+    write = pipeline("text-generation", model=made, tokenizer=make_tokenizer())
+    assert write("w5 w6", max_new_tokens=3)[0]["generated_text"]
+
+
+def test_lora_on_a_student_does_not_change_the_model(teacher, student):
+    before = teacher(TEXT[None]).logits
+    adapted = get_peft_model(
+        shrink_cache(teacher, student.config), LoraConfig(target_modules=["q_proj"], r=2)
+    )
+    for name, x in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.ones_(x)
+    assert torch.equal(teacher(TEXT[None]).logits, before)
+    assert not torch.equal(adapted(TEXT[None]).logits, before)
+
+
+def test_distillation_of_shared_weights_is_refused(teacher, student):
+    schedule = Schedule(steps=1, learning_rate=1e-3, batch_size=1, length=16)
+    with pytest.raises(ValueError, match="student must be one with weights of its own, as copy"):
+        distill(student, teacher, TEXT, schedule)
+    before = copy.deepcopy(teacher.state_dict())
+    distill(copy.deepcopy(student), teacher, TEXT, schedule)
+    assert all(torch.equal(x, before[name]) for name, x in teacher.state_dict().items())
+
+
+def test_a_text_in_words_is_read_by_the_models_tokenizer(teacher, tmp_path, monkeypatch):
+    # the test tokenizer has special tokens that begin other words, w0 to w3
+    tokens = 40 + TEXT % 20
+    words = " ".join(f"w{i}" for i in tokens.tolist())
+    by_tokens = shrink_cache(teacher, text=tokens, **HOW)
+    by_words = shrink_cache(teacher, text=words, tokenizer=make_tokenizer(), **HOW)
+    assert by_words.config == by_tokens.config
+    teacher.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("hf_memory.conversion.shrink_cache.sections", lambda: [words])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert shrink_cache(loaded, **HOW).config.num_kept_tokens == by_tokens.config.num_kept_tokens
+    with pytest.raises(ValueError, match="tokenizer must be given, or text as tokens, for a model"):
+        shrink_cache(teacher, **HOW)
+
+
+def test_progress_is_reported_to_its_end(teacher):
+    seen = []
+    shrink_cache(teacher, text=TEXT, **HOW, report=seen.append)
+    last = {now.task: now for now in seen}
+    assert list(last) == ["ranking heads", "weighing what heads keep"]
+    assert all(now.done == now.total for now in last.values())
+
+
+def test_bars_are_those_of_transformers(teacher, capsys):
+    shrink_cache(teacher, text=TEXT, **HOW)
+    assert "ranking heads: 100%" in capsys.readouterr().err
+
+
+def test_a_size_in_a_word(teacher):
+    made = shrink_cache(teacher, text=TEXT, size="constant")
+    assert made.config.full_attention_window == 2560
+    assert made.config.cache_bits == {"full_attention_heads": 4, "window": 8}
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda *given: None)
+    return model
+
+
+def replaced(model):
+    model.model.layers[1].forward = model.model.layers[1].forward
+    return model
+
+
+def quantized(model):
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+REFUSED = {
+    "a name": (lambda model: "path/to/llama", "model must be a model, got str 'path/to/llama': lo"),
+    "peft": (
+        lambda model: get_peft_model(model, LoraConfig(target_modules=["q_proj"])),
+        "model must be one without adapters: merge them first .*, got 'PeftModel'",
+    ),
+    "hooks": (hooked, r"model must have no hooks .* got some in model\.layers\.0"),
+    "a forward": (replaced, r"model must have no hooks .* got some in model\.layers\.1"),
+    "quantised": (quantized, "model must not be quantised"),
+    "no head": (lambda model: model.model, "model must be a LlamaForCausalLM.*, got 'LlamaModel'"),
+    "another head": (
+        lambda model: LlamaForSequenceClassification(model.config),
+        "model must be a LlamaForCausalLM.*, got 'LlamaForSequenceClassification'",
+    ),
+    "a module": (lambda model: nn.Linear(2, 2), "model must be a causal language model of transf"),
+    "meta": (lambda model: model.to("meta"), "model must be loaded whole, .* got 'LlamaForCausal"),
+    "a student": (
+        lambda model: shrink_cache(model, **FOUND),
+        "model must be a Transformer: a student is not made of a student",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_have_a_student_are_refused(teacher, name):
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        shrink_cache(change(copy.deepcopy(teacher)), text=TEXT)
+
+
+def test_a_gpt2_is_refused_with_the_types_that_can():
+    from teachers import gpt2
+
+    with pytest.raises(
+        ValueError, match="model must be one of llama, .*, got a model of type 'gpt2'"
+    ):
+        shrink_cache(gpt2(), text=TEXT)
+
+
+def test_arguments_that_do_not_fit(teacher, student):
+    with pytest.raises(ValueError, match="text must be None with a config, which says what was"):
+        shrink_cache(teacher, student.config, text=TEXT)
+    with pytest.raises(ValueError, match="config must be the config of a student, .*'LlamaConfig'"):
+        shrink_cache(teacher, teacher.config)
+    other = copy.deepcopy(student.config)
+    other.hidden_size = 64
+    with pytest.raises(
+        ValueError, match="hidden_size of config must be 32, as in the model, got 64"
+    ):
+        shrink_cache(teacher, other)
+    with pytest.raises(ValueError, match="options must add no weights.*attention_sinks|sinks"):
+        shrink_cache(
+            teacher, full_attention_heads=[[], []], attention_sinks=True, num_kept_tokens=0
+        )
+    with pytest.raises(ValueError, match="tokens must be"):
+        shrink_cache(teacher, text=torch.ones(3, 4))
+    with pytest.raises(ValueError, match="num_kept_tokenz"):
+        shrink_cache(teacher, text=TEXT, num_kept_tokenz=3)
+
+
+def test_the_name_on_the_hub_is_said(teacher, tmp_path):
+    model = copy.deepcopy(teacher)
+    model.name_or_path = "someone/llama"
+    made = shrink_cache(model, **FOUND)
+    assert made.config.teacher_name_or_path == "someone/llama"
+    made.save_pretrained(tmp_path)
+    assert "base_model: someone/llama" in (tmp_path / "README.md").read_text()
+    assert shrink_cache(teacher, **FOUND).config.teacher_name_or_path is None
+
+
+def test_it_is_found_at_the_top():
+    assert hf_memory.shrink_cache is shrink_cache
+    assert len(TEACHERS) > 20
