@@ -1,24 +1,21 @@
-"""The models of the page: a teacher, and students of it that keep more or fewer tokens."""
+"""The models of the page: a teacher, and students of it whose heads keep more or fewer tokens."""
 
-import copy
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pydoc_data.topics import topics
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import hf_memory
+from hf_memory import MemoryTransformerConfig, shrink_cache
 from hf_memory.conversion import load_teacher, load_tokenizer
 
-HERE = Path(__file__).parent
 DEMO = Path("demo_output")  # where `hf-memory demo` puts its models
-SMOLLM2 = HERE / "smollm2"  # the config of a student of SmolLM2-135M
-PARTS = (1, 2, 4, 8)  # budgets to choose from: that of the config, a half of it ...
+SMOLLM2 = Path(__file__).with_name("smollm2")  # what was found for SmolLM2-135M: recipes/smollm2.yaml
+PARTS = (1, 2, 4, 8)  # budgets to choose from: what was found, a half of it ...
 
 
 class Models(NamedTuple):
@@ -30,29 +27,34 @@ class Models(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def load(teacher: str | None, config: str | None) -> Models:
+def load(name: str | None, config: str | None = None) -> Models:
     """Load a teacher and make its students; each step is printed.
 
     Args:
-        teacher: a folder, a name on the Hub, or a GGUF file; None for that of the demo, which is made if it is not
-            there.
-        config: a folder or name on the Hub with the config of a student of this teacher. Default: that of the demo's
-            student, or that of SmolLM2-135M if it fits; otherwise heads and budgets are found, which takes minutes.
+        name: the teacher: a folder, a name on the Hub, or a GGUF file. None for that of the demo, which is made if it
+            is not there.
+        config: a folder, or a name on the Hub, with the config of a student of this teacher. Default: that of the
+            demo's student, or that of SmolLM2-135M if it fits; otherwise it is found, which takes minutes.
     """
-    if teacher is None:
-        if not (DEMO / "student").is_dir():
-            print(f"There is no {DEMO}: hf-memory demo trains its models, in four minutes on two cores.", flush=True)
-            subprocess.run([sys.executable, "-m", "hf_memory", "demo", "--output", DEMO], check=True)
-        teacher, config = str(DEMO / "teacher"), str(DEMO / "student")
-    with said(f"Loading {teacher}"):
-        loaded = load_teacher(teacher).eval()
-        tokenizer = load_tokenizer(teacher)
-    if config is None and _fits(AutoConfig.from_pretrained(SMOLLM2), loaded.config):
-        config = str(SMOLLM2)
-    with said("Making its students" if config else "Finding what heads of a student must keep"):
-        found = _config(loaded, tokenizer, config)
-        students = dict(_students(loaded, found))
-    return Models(loaded.config.name_or_path or teacher, loaded, students, tokenizer)
+    if name is None:
+        make_demo()
+        name, config = str(DEMO / "teacher"), str(DEMO / "student")
+    with said(f"Loading {name}"):
+        teacher = load_teacher(name).eval()
+        tokenizer = load_tokenizer(name)
+    with said("Making its students"):
+        found = student_config(teacher, tokenizer, config)
+        students = dict(make_students(teacher, found))
+    return Models(Path(name).name, teacher, students, tokenizer)
+
+
+def make_demo() -> None:
+    """Run `hf-memory demo` unless its models are there."""
+    if (DEMO / "student").is_dir():
+        return
+    print(f"There is no {DEMO}: hf-memory demo makes it, in four minutes on two idle cores", flush=True)
+    command = [sys.executable, "-m", "hf_memory", "demo", "--output", str(DEMO)]
+    subprocess.run(command, check=True)
 
 
 @contextmanager
@@ -64,35 +66,35 @@ def said(what: str) -> Iterator[None]:
     print(f"{time.perf_counter() - start:.1f} s", flush=True)
 
 
-def _fits(config: Any, teacher: Any) -> bool:
-    """Whether a student's config has the sizes of a teacher."""
-    sizes = "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size"
-    return all(getattr(config, name) == getattr(teacher, name, None) for name in sizes)
-
-
-def _config(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str | None) -> Any:
-    """The config of a student: the one with a name, or one that is found with the standard library's topics."""
+def student_config(
+    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str | None
+) -> MemoryTransformerConfig:
+    """The config with a name, or that of SmolLM2-135M if the teacher has its sizes, or one that is found now."""
     if name is not None:
-        return AutoConfig.from_pretrained(name)
-    text = "\n\n".join(topics.values())
-    return hf_memory.shrink_cache(teacher, text=text, tokenizer=tokenizer).config
+        return MemoryTransformerConfig.from_pretrained(name)
+    try:
+        return shrink_cache(teacher, SMOLLM2).config
+    except ValueError:  # it has other sizes
+        return shrink_cache(teacher, tokenizer=tokenizer).config
 
 
-def _students(teacher: PreTrainedModel, config: Any) -> Iterator[tuple[int, PreTrainedModel]]:
-    """Students whose heads keep parts of the budgets of a config, by the mean of these; all share one set of weights."""
+def make_students(
+    teacher: PreTrainedModel, config: MemoryTransformerConfig
+) -> Iterator[tuple[int, PreTrainedModel]]:
+    """Students whose heads keep parts of the budgets of a config, by the mean of these; all have the same weights."""
     for part in PARTS:
-        scaled = copy.deepcopy(config)
-        scaled.num_kept_tokens = [[n // part for n in layer] for layer in config.kept_tokens]
-        yield mean_kept(scaled), hf_memory.shrink_cache(teacher, scaled)
+        budgets = [[number // part for number in of_layer] for of_layer in config.kept_tokens]
+        student = shrink_cache(teacher, config, num_kept_tokens=budgets)
+        yield mean_kept(student.config), student
 
 
-def mean_kept(config: Any) -> int:
+def mean_kept(config: MemoryTransformerConfig) -> int:
     """The mean number of older tokens of the heads that do not keep everything."""
-    full = config.full_attention_heads or [()] * config.num_hidden_layers
+    whole = config.full_attention_heads or [()] * config.num_hidden_layers
     numbers = [
         number
-        for of_layer, whole in zip(config.kept_tokens, full)
+        for of_layer, excepted in zip(config.kept_tokens, whole)
         for head, number in enumerate(of_layer)
-        if head not in whole
+        if head not in excepted
     ]
     return round(sum(numbers) / len(numbers))

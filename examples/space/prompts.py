@@ -4,7 +4,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_memory.demo import HELD_OUT, sections
+from hf_memory.demo import HELD_OUT
+from hf_memory.files.manual import sections
 
 LETTER = Path(__file__).with_name("letter.txt").read_text(encoding="utf-8").strip()
 QUESTIONS = (
