@@ -60,7 +60,11 @@ try:
 finally:
     assert not {"torch", "transformers", "hf_memory"} & set(sys.modules)
 """
-    for flag, expected in (("--help", "chat "), ("-h", "chat "), ("--version", "0.1.0")):
+    for flag, expected in (
+        ("--help", "chat "),
+        ("-h", "chat "),
+        ("--version", hf_memory.__version__),
+    ):
         done = subprocess.run(
             [sys.executable, "-c", code, flag], capture_output=True, text=True, check=True
         )

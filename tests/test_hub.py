@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -28,6 +29,7 @@ from hf_memory.address import INSTALL
 from hf_memory.modeling import AUTO_CLASSES
 from hf_memory.modeling.card import copy_license, license_and_language
 from hf_memory.modeling.configuration import MemoryConfig
+from teachers import make_teacher
 
 SHIM = "modeling_hf_memory.py"
 SAVED = ["README.md", "config.json", "generation_config.json", "model.safetensors", SHIM]
@@ -379,3 +381,37 @@ def test_push_and_load_from_the_hub(run, tmp_path):
     assert not any(file.endswith(".py") for file in hub.files("someone/adapter"))
     torch.testing.assert_close(torch.load(tmp_path / "logits"), logits(model), rtol=0, atol=0)
     assert hub.unanswered == []
+
+
+SMALL_CACHE = """
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("teacher")
+tokens = torch.load("tokens")
+how = {"small_cache": "small_cache", "trust_remote_code": True, "max_new_tokens": 8, "do_sample": False}
+made = [model.generate(tokens, custom_generate=x, **how) for x in (sys.argv[1], "someone/custom")]
+made += [model.generate(tokens, custom_generate="someone/custom", **how)]
+assert all(torch.equal(made[0], x) for x in made)
+torch.save(made[0], "made")
+written = model.generate(tokens, custom_generate=sys.argv[1], return_dict_in_generate=True, **how)
+torch.save([x.numel() for x in written.past_key_values.layers[0].states.values()], "sizes")
+"""
+
+
+def test_a_small_cache_by_custom_generate_from_a_folder_and_the_hub(run, tmp_path):
+    folder = Path(__file__).parents[1] / "examples" / "custom_generate"
+    torch.save(random_tokens(1, 40), tmp_path / "tokens")
+    teacher = make_teacher()
+    teacher.save_pretrained(tmp_path / "teacher")
+    options = {"full_attention_heads": [[], [1]], "sliding_window": 4, "num_kept_tokens": 4}
+    student = hf_memory.shrink_cache(teacher, **options)
+    student.config.save_pretrained(tmp_path / "small_cache")
+    files = {str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob("*.*") if x.is_file()}
+    with hub_server.serve() as hub:
+        hub.repos["someone/custom"] = []
+        hub.commit("someone/custom", files)
+        run(SMALL_CACHE, arguments=[folder], endpoint=hub.url)
+    tokens = torch.load(tmp_path / "tokens")
+    expected = student.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(torch.load(tmp_path / "made"), expected)
+    assert ModelCard.load(folder / "README.md").data.tags == ["custom_generate", "hf_memory"]

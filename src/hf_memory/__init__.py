@@ -68,7 +68,7 @@ from hf_memory.modeling.transformer import (
 )
 from hf_memory.serving import Conversation, load_memory, save_memory
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FAMILIES",
@@ -128,6 +128,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs the conversion when it is asked for: its import takes a second."""
     if name != "shrink_cache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hf_memory.conversion.shrink_cache import shrink_cache
+    from hf_memory.conversion.shrinking import shrink_cache
 
     return shrink_cache

@@ -24,7 +24,7 @@ from hf_memory.conversion.report import Results, add_results, results_of, write_
 from hf_memory.conversion.request import Request
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.saving import Saved, convert_and_save, dry_run
-from hf_memory.conversion.shrink_cache import shrink_cache
+from hf_memory.conversion.shrinking import shrink_cache
 from hf_memory.conversion.stages.distillation import distill
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
 from hf_memory.conversion.stages.sharding import processes
@@ -32,7 +32,7 @@ from hf_memory.conversion.stages.trainer import train
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.students.heads import HEAD_SCORES
-from hf_memory.conversion.students.weights import CarriedWeights, carry_over
+from hf_memory.conversion.students.weights import CarriedWeights, carry_over, shares_weights
 from hf_memory.conversion.teachers import TEACHERS, Teacher
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
 from hf_memory.conversion.teachers.loading import (
@@ -98,6 +98,7 @@ __all__ = [
     "resolve",
     "results_of",
     "rwkv7_config",
+    "shares_weights",
     "shrink_cache",
     "smallest_student",
     "train",

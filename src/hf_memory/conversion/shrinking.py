@@ -139,13 +139,13 @@ def _check_model(model: Any) -> None:
     adapter = any(isinstance(x, BaseTunerLayer) for x in model.modules())
     merged = "merge them first (`model = model.merge_and_unload()`)"
     check(not adapter, "model", f"one without adapters: {merged}, or add them to the student", name)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     is_config = isinstance(config, PreTrainedConfig)
     check(is_config, "model", "a causal language model of transformers", name)
     is_student = isinstance(config, MemoryConfig)
     check(not is_student, "model", "a Transformer: a student is not made of a student", name)
     find_teacher(config, "model")
-    own_class = AutoModelForCausalLM._model_mapping[type(config)]
+    own_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     is_own = type(model) is own_class
     check(is_own, "model", f"a {own_class.__name__}, which the student computes as it does", name)
     is_loaded = all(x.device.type != "meta" for x in model.parameters())
@@ -194,7 +194,7 @@ def _read(text: str | Text | Tensor | None, model: PreTrainedModel, tokenizer: A
         check_text(text)
         return Text.of(text)
     if tokenizer is None:
-        name = model.name_or_path
+        name = model.name_or_path or ""
         where = "given, or text as tokens, for a model that was not loaded from a folder or the Hub"
         check(bool(name), "tokenizer", where, None)
         tokenizer = load_tokenizer(name)
@@ -204,12 +204,10 @@ def _read(text: str | Text | Tensor | None, model: PreTrainedModel, tokenizer: A
     return Text(torch.tensor(ids), torch.tensor(start_of(tokenizer), dtype=torch.long))
 
 
-def _sharing(
-    config: MemoryTransformerConfig, model: PreTrainedModel
-) -> MemoryTransformerForCausalLM:
+def _sharing(found: PreTrainedConfig, model: PreTrainedModel) -> MemoryTransformerForCausalLM:
     """A student of this config whose parameters share the memory of a model's."""
-    config = copy.deepcopy(config)
-    name = model.name_or_path
+    config: Any = copy.deepcopy(found)
+    name = model.name_or_path or ""
     if "/" in name and not Path(name).exists():
         config.teacher_name_or_path = name
     with init_empty_weights(include_buffers=False):
@@ -218,4 +216,4 @@ def _sharing(
     wanted = "options that add no weights, which would have to be learnt: hf-memory convert trains"
     check(not weights.new, "options", wanted, weights.new[:3])
     student.generation_config = copy.deepcopy(model.generation_config)
-    return student.to(model.device).eval()
+    return student.to(model.device).eval()  # type: ignore[arg-type]
