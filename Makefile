@@ -9,7 +9,7 @@ INSTALLED_SPACE := .venv/.installed_space
 
 .PHONY: demo smollm2 gemma3 space test complete faults processors processor_default processor_avx2 compatibility sanitize check bench claims engines docs
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt src/hf_memory/__init__.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ finally:
     for flag, expected in (
         ("--help", "chat "),
         ("-h", "chat "),
-        ("--version", hf_memory.__version__),
+        ("--version", version("hf-memory")),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code, flag], capture_output=True, text=True, check=True

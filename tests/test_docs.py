@@ -74,9 +74,13 @@ def run_page(tmp_path, monkeypatch):
     hf_memory.DeltaNetForCausalLM(student).save_pretrained("student")
     vocabulary = ["<unk>", *(f"w{i}" for i in range(1, 64))]
     word_tokenizer(vocabulary, unk_token="<unk>").save_pretrained("student")
-    Path("book.txt").write_text(
-        " ".join(f"w{1 + i * i % 63}" for i in range(3000)), encoding="utf-8"
-    )
+    words = " ".join(f"w{1 + i * i % 63}" for i in range(3000))
+    Path("book.txt").write_text(words, encoding="utf-8")
+    # a folder takes the place of the repository of this name
+    teacher = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None))
+    for model in (teacher, word_tokenizer(vocabulary, unk_token="<unk>")):
+        model.save_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    monkeypatch.setattr("hf_memory.conversion.shrinking.sections", lambda: [words])
 
     def run(page: Path) -> dict:
         names: dict = {"__name__": "__main__"}

@@ -1,6 +1,9 @@
 """A loaded model becomes a student with a small cache, in memory."""
 
 import copy
+import runpy
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +172,16 @@ def quantized(model):
     return model
 
 
+def sharded(model):
+    class Part(torch.Tensor):
+        """As a DTensor of a model in parts, or a quantised tensor of torchao."""
+
+    head = model.lm_head
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Part))
+    head.weight.data = head.weight.detach().as_subclass(Part)
+    return model
+
+
 REFUSED = {
     "a name": (lambda model: "path/to/llama", "model must be a model, got str 'path/to/llama': lo"),
     "peft": (
@@ -178,6 +191,8 @@ REFUSED = {
     "hooks": (hooked, r"model must have no hooks .* got some in model\.layers\.0"),
     "a forward": (replaced, r"model must have no hooks .* got some in model\.layers\.1"),
     "quantised": (quantized, "model must not be quantised"),
+    "sharded": (sharded, r"model must be one whose weights are neither .*, got \['Part'\]"),
+    "compiled": (torch.compile, "model must be a LlamaForCausalLM.*, got 'OptimizedModule'"),
     "no head": (lambda model: model.model, "model must be a LlamaForCausalLM.*, got 'LlamaModel'"),
     "another head": (
         lambda model: LlamaForSequenceClassification(model.config),
@@ -239,6 +254,26 @@ def test_the_name_on_the_hub_is_said(teacher, tmp_path):
     made.save_pretrained(tmp_path)
     assert "base_model: someone/llama" in (tmp_path / "README.md").read_text()
     assert shrink_cache(teacher, **FOUND).config.teacher_name_or_path is None
+
+
+def test_custom_generate_finds_heads_once_for_a_model(teacher):
+    file = Path(__file__).parents[1] / "examples/custom_generate/custom_generate/generate.py"
+    found = runpy.run_path(str(file))
+    calls = []
+
+    def counted(*given, **how):
+        calls.append(given[1])
+        return shrink_cache(*given, **(how or {}), **(SMALL if given[1] is None else {}))
+
+    found["generate"].__globals__["shrink_cache"] = counted
+    write = partial(found["generate"], text=TEXT, max_new_tokens=4, do_sample=False)
+    model = copy.deepcopy(teacher)
+    first, again = (write(model, inputs=TEXT[None, :20], max_length=None) for _ in range(2))
+    assert torch.equal(first, again)
+    assert calls == [None]
+    write(model.double(), inputs=TEXT[None, :20])
+    assert len(calls) == 2
+    assert calls[1].full_attention_heads is not None
 
 
 def test_it_is_found_at_the_top():

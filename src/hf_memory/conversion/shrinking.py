@@ -148,6 +148,8 @@ def _check_model(model: Any) -> None:
     own_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     is_own = type(model) is own_class
     check(is_own, "model", f"a {own_class.__name__}, which the student computes as it does", name)
+    kinds = sorted({type(x.data).__name__ for x in model.parameters()} - {"Tensor"})
+    check(not kinds, "model", "one whose weights are neither quantised nor sharded", kinds)
     is_loaded = all(x.device.type != "meta" for x in model.parameters())
     check(is_loaded, "model", "loaded whole, got weights on the meta device in", name)
     devices = {str(x.device) for x in model.parameters()}

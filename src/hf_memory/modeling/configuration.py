@@ -137,6 +137,8 @@ class MemoryConfig(
         warn_unknown(type(self), kwargs)
         check_numbers(self.numbers)
         derived = self._derive({})
+        # before transformers renames words of its own, such as "mamba"
+        check_each(self, "layer_types", self.layer_types, tuple(self.mixers))
         super().__post_init__(**kwargs)
         self.fill_local_rope()
         self.__dict__["_derived"] = derived
