@@ -33,8 +33,8 @@ from hf_memory.progress import Progress
 
 # options of a student that its teacher does not have: what heads see, and in how many bits
 FOUND = (*(x for x in AttentionWindow.__annotations__ if x != "num_memory_slots"), "cache_bits")
+# by which heads of two models correspond; a fine-tuned one may have more tokens
 SIZES = (
-    "vocab_size",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
