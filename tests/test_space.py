@@ -109,55 +109,89 @@ def test_shares_are_of_heads_that_keep_some_tokens(both):
     assert sum(shares[:-1]) * 3 == pytest.approx(3 * always + 8 + 4 + 4)
 
 
-def test_how_far_answers_are_the_same(space, both):
+def test_boxes_have_answers_and_texts_in_colours(space, both):
     theirs, ours = both
-    equal = space.answering.num_equal(theirs, ours)
-    assert theirs.tokens[: len(PROMPT) + equal] == ours.tokens[: len(PROMPT) + equal]
-    assert theirs.tokens[len(PROMPT) + equal :][:1] != ours.tokens[len(PROMPT) + equal :][:1] or (
-        equal == NEW
-    )
-    assert space.answering.num_equal(theirs, theirs) == NEW
+    tokenizer = make_tokenizer()
+    words = ["<b>", "", *["word "] * (len(PROMPT) - 2)]
+    for answer, whole in ((theirs, None), (ours, theirs)):
+        box = space.drawing.answer_box("Model", answer, tokenizer, whole)
+        assert f"<b>{space.drawing.megabytes(answer.measured[-1].bytes)}</b>" in box
+        assert ("of the teacher's" in box) == (whole is not None)
+        written = [x for x in answer.tokens[len(PROMPT) :] if x not in answer.ends]
+        assert re.sub("<[^>]*>", "", box).endswith(tokenizer.decode(written))
+        text = space.drawing.text_box(answer, words, "heads")
+        assert "&lt;b&gt;" in text
+        shares = [x for x, word in zip(answer.shares(), words) if word]
+        assert re.findall(r"--share: ([\d.]+)", text) == [f"{x:.2f}" for x in shares]
 
 
-def test_panels_have_the_texts_and_sizes(space, both):
-    words = ["<b>", *["word "] * (len(PROMPT) - 1)]
-    for answer, panel in zip(both, space.drawing.panels(*both, words, make_tokenizer())):
-        assert "&lt;b&gt;" in panel
-        assert panel.count("word ") == len(PROMPT) - 1
-        assert f"<b>{space.drawing.megabytes(answer.measured[-1].bytes)}</b>" in panel
-        assert panel.count("of the heads") == len(answer.tokens) - (
-            answer.tokens[-1] in answer.ends
-        )
-    assert "% of the teacher's" in panel
-
-
-def test_a_panel_says_how_much_of_the_prompt_is_left_to_read(space, teacher, student, monkeypatch):
+def test_what_was_not_read_yet_is_pale(space, teacher, student, monkeypatch):
     monkeypatch.setattr(space.answering, "PIECE", 16)
     answers = next(space.answering.answer_both(teacher, student, PROMPT, NEW))
     for answer in answers:
         answer.measure()
-    for panel in space.drawing.panels(*answers, ["word"] * len(PROMPT), make_tokenizer()):
-        assert "25 tokens of the prompt to read" in panel
-        assert "class='answer'" not in panel
+        assert "reading the prompt" in space.drawing.answer_box("Model", answer, make_tokenizer())
+        text = space.drawing.text_box(answer, ["word "] * len(PROMPT), "heads")
+        assert text.count("of the heads") == 16 + 1  # the next one counts as read
+        assert "word " * (len(PROMPT) - 17) in text
 
 
-def test_the_plot_has_a_point_for_each_measurement(space, both):
-    drawn = space.drawing.plot(*both)
-    lines = re.findall(r"<polyline class='(\w+)' points='([^']+)'", drawn)
-    assert [name for name, _ in lines] == ["teacher", "student"]
-    for (_, points), answer in zip(lines, both):
-        places = [tuple(map(float, point.split(","))) for point in points.split()]
-        assert len(places) == len(answer.measured)
-        assert all(0 <= x <= space.drawing.WIDTH and 0 <= y <= space.drawing.HEIGHT for x, y in places)
+def test_the_plot_has_a_point_for_each_measurement_and_the_first_token(space, both):
+    curves = dict(zip(("teacher", "student"), map(space.drawing.measured_curve, both)))
+    drawn = space.drawing.plot(curves, len(PROMPT) + NEW, len(PROMPT))
+    lines = [re.findall(r"[\d.]+,[\d.]+", x) for x in re.findall(r"points='([^']+)'", drawn)]
+    assert [len(points) for points in lines] == [1 + len(answer.measured) for answer in both]
+    for points in lines:
+        places = [tuple(map(float, point.split(","))) for point in points]
+        assert all(0 <= x <= space.drawing.WIDTH for x, _ in places)
+        assert all(0 <= y <= space.drawing.HEIGHT for _, y in places)
         assert places == sorted(places, key=lambda place: place[0])
 
 
+def test_labels_of_lines_are_apart(space):
+    curves = {"teacher": [(1, 1.0), (9, 5.0)], "student": [(1, 4.9), (9, 5.1)]}
+    drawn = space.drawing.plot(curves, 10)
+    heights = {name: float(y) for y, name in re.findall(r"y='([\d.]+)'>(teacher|student)", drawn)}
+    assert heights["teacher"] - heights["student"] == pytest.approx(space.drawing.LINE, abs=0.2)
+
+
+def test_measured_curves_are_those_that_were_computed_before(space, both):
+    for answer in both:
+        computed = dict(space.drawing.computed_curve(answer.model.config, 16 * 3))
+        measured = dict(space.drawing.measured_curve(answer))
+        common = computed.keys() & measured.keys()
+        assert len(common) > 3
+        assert {x: computed[x] for x in common} == {x: measured[x] for x in common}
+
+
 def test_numbers_say_what_longer_texts_take(space, both):
-    theirs, ours = (cache_bytes(in_16_bits(x.model.config), 2048) for x in both)
-    table = space.drawing.numbers(*both)
+    configs = [x.model.config for x in both]
+    theirs, ours = (cache_bytes(in_16_bits(config), 2048) for config in configs)
     cells = space.drawing.megabytes(theirs), space.drawing.megabytes(ours), f"{ours / theirs:.0%}"
-    assert "".join(f"<td>{cell}</td>" for cell in cells) in table
+    for table in (space.drawing.numbers(*configs), space.drawing.numbers(*configs, both)):
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in table
     assert "float32" in table
+    assert space.drawing.comparison(*both) in table
+
+
+def test_how_far_answers_are_the_same_is_said(space, both):
+    theirs, ours = both
+    assert space.drawing.comparison(theirs, theirs) == f"Both have written the same {NEW} tokens."
+    other = copy.copy(ours)
+    other.tokens = theirs.tokens[: len(PROMPT) + 2] + [0] * (NEW - 2)
+    assert "begin with the same 2 tokens" in space.drawing.comparison(theirs, other)
+
+
+def test_a_prompt_is_what_the_template_makes_of_it_and_shows_the_message_alone(space):
+    tokenizer = make_tokenizer()
+    assert space.answering.read_prompt(tokenizer, "  ").tokens == []
+    plain = space.answering.read_prompt(tokenizer, " w5 w6\n")
+    assert plain.tokens == [5, 6]
+    assert "".join(plain.words) == "w5 w6"
+    tokenizer.chat_template = "w7 w8 {{ messages[0]['content'] }} w9"
+    prompt = space.answering.read_prompt(tokenizer, "w5 w6")
+    assert prompt.tokens == [7, 8, 5, 6, 9]
+    assert [bool(word) for word in prompt.words] == [False, False, True, True, False]
 
 
 def test_students_share_the_weights_of_their_teacher(space, teacher, student):
@@ -166,6 +200,36 @@ def test_students_share_the_weights_of_their_teacher(space, teacher, student):
     assert [*students] == [5, 3, 1, 0]
     for made in students.values():
         assert made.lm_head.weight.data_ptr() == teacher.lm_head.weight.data_ptr()
+
+
+def test_loading_says_what_it_does(space, teacher, student, tmp_path, capsys):
+    for part in (teacher, make_tokenizer()):
+        part.save_pretrained(tmp_path / "tiny")
+    student.config.save_pretrained(tmp_path / "config")
+    made = space.models.load(str(tmp_path / "tiny"), str(tmp_path / "config"))
+    said = capsys.readouterr().out
+    assert re.findall(r"^\w+", said, re.MULTILINE) == ["Loading", "Making"]
+    assert made.name == "tiny"
+    assert [*made.students] == [5, 3, 1, 0]
+
+
+def test_a_config_that_fits_is_taken_and_another_is_found(
+    space, teacher, student, tmp_path, monkeypatch
+):
+    student.config.save_pretrained(tmp_path)
+    monkeypatch.setattr(space.models, "SMOLLM2", tmp_path)
+    taken = space.models.student_config(teacher, make_tokenizer(), None)
+    assert taken.num_kept_tokens == student.config.num_kept_tokens
+    monkeypatch.undo()
+    options = {"num_kept_tokens": 7, "sliding_window": 4, "full_attention_heads": [[], []]}
+    apply = space.models.shrink_cache
+
+    def find(model, config=None, *, tokenizer=None):
+        return apply(model, config) if config else apply(model, **options)
+
+    monkeypatch.setattr(space.models, "shrink_cache", find)
+    found = space.models.student_config(teacher, make_tokenizer(), None)
+    assert found.kept_tokens == [[7, 7], [7, 7]]
 
 
 def test_the_config_of_smollm2_has_what_its_recipe_says():
@@ -227,11 +291,11 @@ def test_the_page_answers_and_refuses(space, teacher, student, monkeypatch):
     models = space.models.Models("tiny", teacher, students, make_tokenizer())
     made = app.page(models)
     (answer,) = [x.fn for x in made.fns.values() if x.name == "answer"]
-    *_, last = answer("w5 w6 w7", 5, 16)
-    assert len(last) == 4
-    assert "class='answer'" in last[0]
-    assert [*answer(" ", 5, 16)] == [({"__type__": "update"},) * 4]
-    assert [*answer("w5 " * 5000, 5, 16)] == [({"__type__": "update"},) * 4]
+    shown = [*answer("w5 w6 w7", 5, 16)]
+    assert [len(x) for x in shown] == [6] * len(shown)
+    assert "Both" in shown[-1][-1]
+    assert not any(map(isinstance, shown[0], [dict] * 6))
+    assert [*answer(" ", 5, 16), *answer("w5 " * 5000, 5, 16)] == []
     nothing, too_long = told
     assert "no prompt" in nothing
     assert "5,000 tokens" in too_long

@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
 from hf_memory.cache import state_bytes
-from hf_memory.evaluation import held_tokens
+from hf_memory.evaluation import held_tokens, text_of_tokens
 from hf_memory.evaluation.efficiency import bytes_in_16_bits, empty_cache
 from hf_memory.files.chat_template import apply_template
 from hf_memory.modeling.base import MemoryForCausalLM
 
-PIECE = 128  # tokens that a model reads at once: a page shows after each piece how far it is
+PIECE = 64  # tokens that a model reads at once: a page shows after each piece how far it is
 
 
 class Measured(NamedTuple):
@@ -98,13 +98,27 @@ class Answer:
         return self.model(ids, **self.past, logits_to_keep=1).logits[:, -1].cpu()
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a message to a model that answers, or of the beginning of a text to one that goes on with it."""
-    if tokenizer.chat_template is None:
-        return tokenizer(text)["input_ids"]
-    messages = [{"role": "user", "content": text}]
-    rendered = apply_template(tokenizer, messages, add_generation_prompt=True)
-    return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+class Prompt(NamedTuple):
+    """A prompt as a model reads it."""
+
+    tokens: list[int]
+    words: list[str]  # the text of each token; empty for those that the chat template adds
+
+
+def read_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> Prompt:
+    """A message to a model that answers, or the beginning of a text for one that goes on with it."""
+    text = text.strip()
+    if not text:
+        return Prompt([], [])
+    rendered = text
+    if is_chat := tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": text}]
+        rendered = apply_template(tokenizer, messages, add_generation_prompt=True)
+    read = tokenizer(rendered, add_special_tokens=not is_chat, return_offsets_mapping=True)
+    begin = max(0, rendered.find(text))
+    own = [begin <= start < end <= begin + len(text) for start, end in read["offset_mapping"]]
+    words = text_of_tokens(tokenizer, read["input_ids"])
+    return Prompt(read["input_ids"], [word if shown else "" for word, shown in zip(words, own)])
 
 
 def answer_both(

@@ -16,12 +16,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads tha
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # before gradio
 
 import gradio as gr
-from answering import answer_both, prompt_tokens
-from drawing import numbers, panels, plot, waiting
-from models import Models, load
+from answering import Answer, Prompt, answer_both, read_prompt
+from drawing import answer_box, box, computed_curve, measured_curve, numbers, plot, text_box
+from models import Models, count_heads, load
 from prompts import prompts_for
-
-from hf_memory.evaluation import text_of_tokens
 
 INTERVAL = 0.25  # seconds between two pictures of what has been written
 MOST_TOKENS = 4096  # of a prompt and its answer
@@ -31,13 +29,15 @@ STYLE = Path(__file__).with_name("style.css")
 INTRO = """
 # One prompt, two caches
 
-A language model keeps keys and values of the tokens that it has read: its **cache**. The **teacher** keeps those of all
-tokens, in every head of every layer. The **student** has the same weights, and heads with room for some older tokens
-only: each keeps those whose loss would change its output most. A token is <span class="mark" style="--share: 1">dark
-</span> if all of these heads hold it, <span class="mark" style="--share: 0.3">light</span> if a few do, and white if all
-have dropped it for good.
+A language model holds keys and values of the tokens that it has read: its **cache**. The **teacher**, {name}, keeps
+those of all tokens, in each of its {heads} heads. The **student** has the same weights, but {few} of its heads have
+room for few tokens: each keeps the last ones, and those older ones without which its output would change most.
+
+<span class="mark" style="--share: 1">dark</span> all {few} heads hold the token
+<span class="mark" style="--share: .2">light</span> some do
+<span class="mark" style="--share: 0">white</span> none does; {whole} other heads keep everything
 """
-THEME = gr.themes.Soft(
+THEME = gr.themes.Default(
     primary_hue="orange",
     neutral_hue="slate",
     font=("system-ui", "sans-serif"),
@@ -45,73 +45,108 @@ THEME = gr.themes.Soft(
 )
 
 
+def answers(
+    models: Models, text: str, budget: int, max_new_tokens: int
+) -> Iterator[tuple[str | dict, ...]]:
+    """What the page shows, again and again until both answers are complete; what has not changed is skipped."""
+    prompt = read_prompt(models.tokenizer, text)
+    count = len(prompt.tokens)
+    most = min(MOST_TOKENS, models.teacher.config.max_position_embeddings) - max_new_tokens
+    if not count:
+        gr.Warning("There is no prompt yet: write one, or take an example.")
+        return
+    if count > most:
+        fit = f"at most {most:,} fit beside the answer"
+        gr.Warning(f"The prompt has {count:,} tokens, and {fit}: shorten it.")
+        return
+    shown = [""] * 6
+    next_time = 0.0
+    student = models.students[budget]
+    for both in answer_both(models.teacher, student, prompt.tokens, max_new_tokens):
+        is_last = all(each.is_finished for each in both)
+        if time.monotonic() < next_time and not is_last:
+            continue
+        before = shown
+        shown = show(both, prompt, models)
+        yield tuple(gr.skip() if new == old else new for new, old in zip(shown, before))
+        next_time = time.monotonic() + INTERVAL
+
+
+def show(both: tuple[Answer, Answer], prompt: Prompt, models: Models) -> list[str]:
+    """The boxes of teacher and student, the plot and the numbers."""
+    teacher, student = both
+    for each in both:
+        each.measure()
+    few, heads = count_heads(student.model.config)
+    curves = {"teacher": measured_curve(teacher), "student": measured_curve(student)}
+    return [
+        answer_box("Teacher", teacher, models.tokenizer),
+        answer_box("Student", student, models.tokenizer, teacher),
+        text_box(teacher, prompt.words, f"all {heads} heads"),
+        text_box(student, prompt.words, f"the {few} heads with room for few tokens"),
+        plot(curves, teacher.max_length, teacher.prompt_length),
+        numbers(teacher.model.config, student.model.config, both),
+    ]
+
+
+def before_answers(models: Models, budget: int) -> list[str]:
+    """The same before the first answer: what caches will take."""
+    configs = {"teacher": models.teacher.config, "student": models.students[budget].config}
+    longest = models.teacher.config.max_position_embeddings
+    curves = {name: computed_curve(config, longest) for name, config in configs.items()}
+    nothing = "<b>0 MB</b> of cache: nothing was read yet"
+    boxes = [box(name, nothing, "<i>Press Answer.</i>") for name in ("Teacher", "Student")]
+    return [*boxes, "", "", plot(curves, longest), numbers(*configs.values())]
+
+
 def page(models: Models) -> gr.Blocks:
     """The page."""
-    tokenizer = models.tokenizer
-    prompts = prompts_for(tokenizer)
+    prompts = prompts_for(models.tokenizer)
     budgets = [*models.students]
+    usual = budgets[-2]
 
-    def answer(prompt: str, budget: int, max_new_tokens: int) -> Iterator[tuple[str, ...]]:
-        """Both panels, the plot and the numbers, again and again until both answers are complete."""
-        tokens = prompt_tokens(tokenizer, prompt) if prompt.strip() else []
-        longest = min(MOST_TOKENS, models.teacher.config.max_position_embeddings) - max_new_tokens
-        if not tokens:
-            gr.Warning("There is no prompt yet: write one, or take an example.")
-        if len(tokens) > longest:
-            gr.Warning(
-                f"The prompt has {len(tokens):,} tokens, and at most {longest:,} fit beside the answer: shorten it."
-            )
-        if not 0 < len(tokens) <= longest:
-            yield (gr.skip(),) * 4
-            return
-        words = [*text_of_tokens(tokenizer, tokens)]
-        shown = 0.0
-        for both in answer_both(models.teacher, models.students[budget], tokens, max_new_tokens):
-            is_last = all(each.is_finished for each in both)
-            if not is_last and time.monotonic() < shown + INTERVAL:
-                continue
-            for each in both:
-                each.measure()
-            yield *panels(*both, words, tokenizer), plot(*both), numbers(*both)
-            shown = time.monotonic()
+    def answer(text: str, budget: int, max_new_tokens: int) -> Iterator[tuple[str | dict, ...]]:
+        yield from answers(models, text, budget, max_new_tokens)
 
+    first, *_ = prompts.values()
+    config = models.students[usual].config
+    few, heads = count_heads(config)
+    intro = INTRO.format(name=models.name, heads=heads, few=few, whole=heads - few)
+    held = f"In the mean, beside the first {config.num_sink_tokens} and the last {config.sliding_window}"
     with gr.Blocks(title="One prompt, two caches") as made:
-        gr.Markdown(INTRO.format(name=models.name))
+        gr.Markdown(intro)
         with gr.Row():
             with gr.Column(scale=3):
-                prompt = gr.Textbox(
-                    prompts[0], label="Prompt", lines=7, max_lines=7, max_length=MOST_CHARACTERS
+                text = gr.Textbox(
+                    first, label="Prompt", lines=6, max_lines=6, max_length=MOST_CHARACTERS
+                )
+                gr.Examples(
+                    [[each] for each in prompts.values()],
+                    text,
+                    label="Examples",
+                    example_labels=[*prompts],
+                    cache_examples=False,
                 )
             with gr.Column(scale=2):
                 budget = gr.Radio(
                     budgets,
-                    value=budgets[-2],
-                    label="Older tokens that a head of the student keeps, in the mean",
+                    value=usual,
+                    label=f"Older tokens that each of the {few} heads keeps",
+                    info=held,
                 )
-                longest = gr.Slider(
-                    16, 256, 80, step=16, label="Longest answer, in tokens"
-                )
+                longest = gr.Slider(16, 256, 80, step=16, label="Longest answer, in tokens")
                 with gr.Row():
                     start = gr.Button("Answer", variant="primary")
                     stop = gr.Button("Stop", interactive=False)
-        gr.Examples([[each] for each in prompts], prompt, label="Examples", cache_examples=False)
-        with gr.Row():
-            with gr.Column():
-                gr.Markdown("### Teacher: every head keeps every token")
-                left = gr.HTML(waiting("Its answer is written here."))
-            with gr.Column():
-                gr.Markdown("### Student: each head keeps what it needs most")
-                right = gr.HTML(waiting("Its answer is written here."))
-        with gr.Row():
-            with gr.Column(scale=3):
-                gr.Markdown("### Both caches, in megabytes")
-                growth = gr.HTML()
-            with gr.Column(scale=2):
-                gr.Markdown("### In numbers")
-                measured = gr.HTML()
-        shown = [left, right, growth, measured]
+        shown = []
+        drawn = iter(before_answers(models, usual))
+        for scales in ((1, 1), (1, 1), (3, 2)):
+            with gr.Row():
+                for scale in scales:
+                    with gr.Column(scale=scale):
+                        shown.append(gr.HTML(next(drawn), apply_default_css=False))
         begun = start.click(lambda: buttons(is_running=True), None, [start, stop], queue=False)
-        running = begun.then(answer, [prompt, budget, longest], shown, show_progress_on=growth)
+        running = begun.then(answer, [text, budget, longest], shown, show_progress_on=shown[:2])
         over = {"fn": lambda: buttons(is_running=False), "outputs": [start, stop], "queue": False}
         running.then(**over)
         stop.click(**over, cancels=running)
@@ -129,11 +164,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("teacher", nargs="?", default=os.environ.get("TEACHER"))
-    parser.add_argument("--config", help="folder or name of the config of a student of this teacher")
+    parser.add_argument(
+        "--config", help="folder or name of the config of a student of this teacher"
+    )
     parser.add_argument("--port", type=int, help="default: 7860, or the next one that is free")
     given = parser.parse_args()
     made = page(load(given.teacher, given.config))
-    made.launch(theme=THEME, css_paths=STYLE, server_port=given.port, footer_links=["api"])
+    made.launch(theme=THEME, css_paths=STYLE, server_port=given.port, footer_links=[])
 
 
 if __name__ == "__main__":

@@ -127,7 +127,9 @@ class Visitor:
 
     def hosts(self) -> set[str]:
         """Where the browser has asked for something."""
-        messages = [json.loads(x["message"])["message"] for x in self.browser.get_log("performance")]
+        messages = [
+            json.loads(x["message"])["message"] for x in self.browser.get_log("performance")
+        ]
         urls = [
             x["params"]["request"]["url"]
             for x in messages
@@ -170,9 +172,15 @@ def try_page(address: str, folder: Path, picture: Path | None) -> None:
         second.ask("A second visitor asks something else.")
         shown = first.wait_for_answer()
         say("both models answer", all(".answer" and x for x in shown))
-        say("a token of the student is held by some heads only", bool(first.find("[title='50% of the heads']")))
+        say(
+            "a token of the student is held by some heads only",
+            bool(first.find("[title='50% of the heads']")),
+        )
         others = second.wait_for_answer()
-        say("a second visitor gets an answer to his own prompt", all("A second visitor" in x for x in others))
+        say(
+            "a second visitor gets an answer to his own prompt",
+            all("A second visitor" in x for x in others),
+        )
         first.resize(WIDTH)
         if picture is not None:
             first.browser.save_screenshot(str(picture))
@@ -186,7 +194,7 @@ def try_page(address: str, folder: Path, picture: Path | None) -> None:
         say("Stop ends an answer", second.texts() == before)
         second.resize(PHONE)
         say(f"the page fits a screen of {PHONE} pixels", not second.is_too_wide())
-        say(f"nothing was asked of another host", first.hosts() | second.hosts() == {address})
+        say("nothing was asked of another host", first.hosts() | second.hosts() == {address})
     finally:
         first.browser.quit()
         second.browser.quit()

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from hf_memory.mixers.pasts.kept import Kept
@@ -30,12 +29,13 @@ def held_tokens(model: MemoryForCausalLM, cache: Cache) -> Tensor:
         ValueError: if no head keeps tokens beside a window.
     """
     decoder: Any = model.model
+    layers: list[Any] = cache.layers
     places = torch.arange(1, cache.get_seq_length() + 1)
     found = []
-    for layer, of_cache in zip(decoder.layers, cache.layers):
+    for layer, of_cache in zip(decoder.layers, layers):
         for part in getattr(layer.mixer, "parts", ()):
             if isinstance(part.past, Kept | KeptByHead):
-                numbers = part.past.numbers(of_cache.states)  # type: ignore[attr-defined]
+                numbers = part.past.numbers(of_cache.states)
                 found += [torch.isin(places, of_head[0].cpu().long()) for of_head in numbers]
     if not found:
         kinds = model.config.layer_types
@@ -43,7 +43,7 @@ def held_tokens(model: MemoryForCausalLM, cache: Cache) -> Tensor:
     return torch.stack(found)
 
 
-def text_of_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> Iterator[str]:
+def text_of_tokens(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
     """The text of each token; a character of several tokens is the text of the last of them."""
     before: list[int] = []  # some tokenizers write no space before a token that is alone
     unwritten: list[int] = []
