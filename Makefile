@@ -24,6 +24,7 @@ smollm2: $(INSTALLED)  ## convert SmolLM2-135M-Instruct on two cores; goes on wh
 gemma3: $(INSTALLED)  ## the same with Gemma 3 270M, whose terms are at ai.google.dev/gemma/terms
 	$(BIN)/python examples/real_teacher.py gemma3
 
+# without constraints.txt: gradio needs an older Pillow
 $(INSTALLED_SPACE): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[space]'
 	touch $@
