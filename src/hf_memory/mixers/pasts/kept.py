@@ -24,6 +24,7 @@ from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts.policy import POLICIES
 from hf_memory.mixers.pasts.rows import New, Seen, states_of_rows, take
+from hf_memory.ops import cpu
 from hf_memory.ops.exported import first_tokens
 from hf_memory.ops.kv_eviction import Rule, retained_attention
 from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at, score_after
@@ -321,6 +322,18 @@ class Kept(NamedTuple):
 
     def keep_best(self, held: Entries, rows: Rows, scores: Scores, ends: Tensor) -> None:
         """Keep, in place, the best of entries as they are stored, where a block ends, [B or 1, 1, 1] bool."""
+        is_compiled = rows == Rows(8, 8) and self.policy in cpu.POLICIES and scores.gates is None
+        if is_compiled and cpu.runs(held.queries):
+            cpu.end_block(
+                held,
+                ends,
+                first=self.first,
+                window=self.window,
+                policy=self.policy,
+                scale=scores.scaling,
+                softcap=scores.softcap or 0.0,
+            )
+            return
         number = held.number
         n = self.stay
         queries, k, v = rows.rotated(upcast(held.queries), held.keys, held.values)

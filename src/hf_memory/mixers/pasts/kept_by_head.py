@@ -7,7 +7,6 @@ read in one product instead: each sees the rows of its head.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Self
 
@@ -230,10 +229,8 @@ class KeptByHead(NamedTuple):
             held.number.index_fill_(1, at, position + 1)
             held.queries.select(2, place).copy_(q.flatten(1, 3))
             ends = held.number.new_ones(1, 1, 1, dtype=torch.bool) if place == block - 1 else None
-        visible = (held.number > 0)[:, None, None] & _rows_of_queries(
-            self.sizes, self.runs[0].past.groups, q
-        )
-        seen = Seen(held.keys[:, None], held.values[:, None], visible, new.rows, context.backend)
+        keys, values, number = (x.unsqueeze(1) for x in held.of_tokens)
+        seen = Seen(keys, values, number > 0, new.rows, context.backend, self.sizes)
         return seen, ends
 
     def _end_blocks(self, new: New, context: Context, scores: Scores, ends: Tensor | None) -> None:
@@ -254,21 +251,3 @@ def _of_heads(attended: Sequence[Attended]) -> Attended:
     outputs, masses = zip(*attended)
     return torch.cat(outputs, 2), torch.cat(masses, 2)
 
-
-def _rows_of_queries(sizes: tuple[int, ...], groups: int, like: Tensor) -> Tensor:
-    """Which entries are of the head of a query, [HQ, entries] bool."""
-    is_plain = type(like) is Tensor and not torch.compiler.is_compiling()
-    make = _kept_mask if is_plain else _new_mask  # a mask without data must not be kept
-    return make(sizes, groups, like.device)
-
-
-def _new_mask(sizes: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
-    heads = torch.arange(len(sizes), device=device)
-    of_entry = heads.repeat_interleave(torch.tensor(sizes, device=device), output_size=sum(sizes))
-    return heads.repeat_interleave(groups)[:, None] == of_entry
-
-
-@lru_cache
-def _kept_mask(sizes: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return _new_mask(sizes, groups, device)
