@@ -331,6 +331,7 @@ class MemoryMixer(Convertible, Projections):
     """
 
     padding_last = False  # whether `mix` is given rows with padding at the end
+    projects_positions = False  # whether `project` is all that needs positions
     has_silu = True  # silu after the short convolutions, or after the projections if there are no convolutions
     convolved = "qkv"  # what has convolutions and silu
 

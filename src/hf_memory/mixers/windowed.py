@@ -87,6 +87,7 @@ class WindowedMixer(MemoryMixer):
 
     padding_last = True
     sees_positions = True  # as attention does, which also has these heads and norms
+    projects_positions = True
     heads = Projections.heads
     normalizes = Projections.normalizes
     can_have_few_bits = True  # whether keys and values can be stored in few bits

@@ -113,9 +113,9 @@ class Reading(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """Rows x [tokens of the step, ...] of these tokens, [N, T, ...]; a view if these are all."""
-        return (
-            x.unflatten(0, self.tokens.shape) if self.tokens.numel() == len(x) else x[self.tokens]
-        )
+        if self.tokens.numel() < x.shape[0]:
+            return x[self.tokens]
+        return x.view(*self.tokens.shape, *x.shape[1:])
 
 
 def readings(bounds: Tensor, lengths: Tensor, slots: Mapping[int, Tensor]) -> list[Reading]:
@@ -160,6 +160,7 @@ class Pages:
         self.layer = layer
         self.bits = mixer.default_bits
         self.spec = mixer.spec
+        self._has_rounded_states = any(state.numbers is not None for state in self.spec.values())
         grows = any(state.growth != "fixed" for state in self.spec.values())
         # the parts of its heads that it reads itself, if the engine has attention of its own for others
         self.parts: Any = [x for x in self.mixer.parts if x.is_near] if grows else None
@@ -178,7 +179,8 @@ class Pages:
     @property
     def _can_be_apart(self) -> bool:
         """Whether the mixer reads one token of each sequence with states that are anywhere in memory."""
-        if not isinstance(self.mixer, WindowedMixer) or isinstance(self.mixer, ForgettingHeads):
+        is_window = isinstance(self.mixer, WindowedMixer)
+        if not is_window or isinstance(self.mixer, ForgettingHeads) or self._has_rounded_states:
             return False
         parts = self.mixer.parts if self.parts is None else self.parts
         return all(isinstance(part.past, Kept | KeptByHead) for part in parts)
@@ -225,7 +227,7 @@ class Pages:
         """The first step, for hidden states [1, T, hidden_size] and the angles of `read`: tensors [T, ...] by name."""
         positions = Positions(*angles) if self.mixer.sees_positions else None
         projected = self.mixer.project(hidden_states, positions)
-        if positions is not None:
+        if positions is not None and not self.mixer.projects_positions:
             projected = projected | positions._asdict()
         return {name: x[0] for name, x in projected.items()}
 
@@ -296,12 +298,13 @@ class Pages:
         angles = [of_step.pop(name) for name in Positions._fields if name in of_step]
         positions = Positions(*angles) if angles else None
         like = next(iter(of_step.values()))
-        numbers = states if isinstance(before, list) else in_numbers(states, self.spec, like.dtype)
+        if self._has_rounded_states:
+            states = in_numbers(states, self.spec, like.dtype)
         context = Context(
             positions,
             None,
             None,
-            nested(numbers),
+            nested(states) if self.mixer.has_parts else states,
             uniform_length=before,
             bits=self.bits,
             backend=self.mixer.backend,
@@ -313,11 +316,13 @@ class Pages:
             nothing = like.new_empty(*like.shape[:2], 0)
             found = [x.flatten(2) for x in outputs] or [nothing]
             mixed = found[0] if len(found) == 1 else torch.cat(found, -1)
-        return mixed, after if isinstance(before, list) else as_stored(flat(after), self.spec)
+        after = flat(after) if self.mixer.has_parts else after
+        return mixed, as_stored(after, self.spec) if self._has_rounded_states else after
 
 
 def _write(own: States, states: States) -> None:
     """Write states into the views of one sequence, unless they were changed there."""
     for name, x in own.items():
-        if x.data_ptr() != states[name].data_ptr():
-            x.copy_(states[name])
+        after = states[name]
+        if x is not after and x.data_ptr() != after.data_ptr():
+            x.copy_(after)

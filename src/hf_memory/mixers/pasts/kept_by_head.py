@@ -168,9 +168,7 @@ class KeptByHead(NamedTuple):
 
     def _are_read_together(self, q: Tensor, context: Context, scores: Scores) -> bool:
         """Whether queries of all heads are read in one product: on a CPU, of entries in one tensor, without gates."""
-        is_on_cpu = q.device.type == "cpu" and context.backend != "triton"
-        is_apart = isinstance(context.states[f"{self.prefix}number"], list)
-        return is_on_cpu and not is_apart and scores.is_product
+        return q.device.type == "cpu" and context.backend != "triton" and scores.is_product
 
     def _each_run(
         self, q: Tensor, new: New, context: Context
@@ -207,35 +205,62 @@ class KeptByHead(NamedTuple):
             for name in of_runs[0]
         }
 
-    def _write(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Tensor | None]:
+    def _write(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Any]:
         """Write one token of each row in place: what it sees, and whose blocks end with it, as `Kept` has them."""
+        if isinstance(context.states[f"{self.prefix}number"], list):
+            return self._write_apart(q, new, context)
         held = Entries.among(context.states, self.prefix)
-        block = self.runs[0].past.block
-        position = context.uniform_length
-        if position is None:
-            read = context.states["tokens_read"][:, None]
-            place = read % block
-            at = place + torch.tensor(self.blocks, device=q.device)
-            rows = (x.select(1, 0) for x in (new.stored_keys, new.stored_values))
-            for x, y in zip(held.of_tokens, (*rows, (read + 1).int())):
-                write_rows(x, at, y, dim=1)
-            write_rows(held.queries, place[:, None], q.flatten(2, 3).transpose(1, 2), dim=2)
-            ends = ending(place[:, None], block)
+        if context.uniform_length is None:
+            ends = self._write_padded(held, q, new, context)
         else:
-            place = position % block
-            at = torch.tensor([x + place for x in self.blocks], device=q.device)
-            held.keys.index_copy_(1, at, new.stored_keys.select(1, 0).to(held.keys.dtype))
-            held.values.index_copy_(1, at, new.stored_values.select(1, 0).to(held.values.dtype))
-            held.number.index_fill_(1, at, position + 1)
-            held.queries.select(2, place).copy_(q.flatten(1, 3))
-            ends = held.number.new_ones(1, 1, 1, dtype=torch.bool) if place == block - 1 else None
+            ends = self._write_at(held, q, new, context.uniform_length)
         keys, values, number = (x.unsqueeze(1) for x in held.of_tokens)
         seen = Seen(keys, values, number > 0, new.rows, context.backend, self.sizes)
         return seen, ends
 
-    def _end_blocks(self, new: New, context: Context, scores: Scores, ends: Tensor | None) -> None:
+    def _write_at(self, held: Entries, q: Tensor, new: New, position: int) -> Tensor | None:
+        """Write tokens at the same position of each row; the result says if blocks end."""
+        block = self.runs[0].past.block
+        place = position % block
+        at = torch.tensor([x + place for x in self.blocks], device=q.device)
+        held.keys.index_copy_(1, at, new.stored_keys.select(1, 0).to(held.keys.dtype))
+        held.values.index_copy_(1, at, new.stored_values.select(1, 0).to(held.values.dtype))
+        held.number.index_fill_(1, at, position + 1)
+        held.queries.select(2, place).copy_(q.flatten(1, 3))
+        return held.number.new_ones(1, 1, 1, dtype=torch.bool) if place == block - 1 else None
+
+    def _write_apart(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Any]:
+        """The same for rows whose states are anywhere in memory."""
+        rows = context.each_row()
+        held = [Entries.among(alone.states, self.prefix) for alone in rows]
+        ends = [
+            self._write_at(entries, q[i : i + 1], new.row(i), alone.uniform_length)
+            for i, (entries, alone) in enumerate(zip(held, rows))
+        ]
+        keys, values = ([x[i] for x in held] for i in range(2))
+        visible = torch.cat([entries.number for entries in held])[:, None] > 0
+        seen = Seen(keys, values, visible, new.rows, context.backend, self.sizes)
+        return seen, None if all(x is None for x in ends) else ends
+
+    def _write_padded(self, held: Entries, q: Tensor, new: New, context: Context) -> Tensor | None:
+        """The same for rows that may have read different numbers of tokens before."""
+        block = self.runs[0].past.block
+        read = context.states["tokens_read"][:, None]
+        place = read % block
+        at = place + torch.tensor(self.blocks, device=q.device)
+        rows = (x.select(1, 0) for x in (new.stored_keys, new.stored_values))
+        for x, y in zip(held.of_tokens, (*rows, (read + 1).int())):
+            write_rows(x, at, y, dim=1)
+        write_rows(held.queries, place[:, None], q.flatten(2, 3).transpose(1, 2), dim=2)
+        return ending(place[:, None], block)
+
+    def _end_blocks(self, new: New, context: Context, scores: Scores, ends: Any) -> None:
         """Keep, in place, the best entries of rows whose blocks end."""
         if ends is None:
+            return
+        if isinstance(ends, list):
+            for alone, of_row in zip(context.each_row(), ends):
+                self._end_blocks(new, alone, scores, of_row)
             return
 
         def keep_best(*given: Tensor) -> None:
