@@ -238,6 +238,12 @@ class WindowedMixer(MemoryMixer):
         tokens = tokens_read = None
         if not context.is_step(q):
             tokens, tokens_read = context.tokens_and_count(q)
+        elif all(self._is_compiled(part, q, context) for part in parts):
+            _count_one(context)
+            rows = (q, k, v)
+            return [
+                part.past.read_token(*map(part.of, rows), context, self.scores) for part in parts
+            ], context.states
         outputs = []
         states: States = {}
         for part, new in zip(parts, self.new_rows(parts, k, v, context)):
@@ -250,6 +256,16 @@ class WindowedMixer(MemoryMixer):
         else:
             states["tokens_read"] = tokens_read
         return outputs, states
+
+    def _is_compiled(self, part: Part, q: Tensor, context: Context) -> bool:
+        """Whether compiled code reads one token of each row for a part."""
+        is_alone = self.far is None and self.sinks is None
+        past = part.past
+        return (
+            is_alone
+            and isinstance(past, Kept | KeptByHead)
+            and past.is_compiled(q, context, self.scores)
+        )
 
     def new_rows(self, parts: list[Part], k: Tensor, v: Tensor, context: Context) -> list[New]:
         """New keys and values [B, T, H, D] of each part: stored in one call if all heads store them alike."""

@@ -16,7 +16,7 @@ const float MOST = 127; // the largest code
 const float SMALLEST = 1.17549435e-38f;
 const int WIDEST = 256; // channels of a head
 const int TOGETHER = 4; // queries of a head that are read together, at most
-const int LANES = 64;   // the same at the end of a block
+const int LANES = 48;   // the same at the end of a block, a multiple of the numbers of a register
 // as in kv_eviction/policies.py
 const float DECAY = 0.8;
 const float LEAST_REST = 1e-3;
@@ -106,7 +106,8 @@ template <class T> void pack(int64_t rows, int D, const T *x, uint8_t *packed) {
 struct Head {
   const uint8_t *keys;
   const uint8_t *values;
-  const uint8_t *visible; // or null: all
+  const uint8_t *visible; // whether an entry is there; or null
+  const int32_t *number;  // 0 if it is not; or null
   int64_t count;          // of entries
   int64_t stride;         // bytes from one to the next
 };
@@ -133,7 +134,8 @@ void attend(const Head &head, int D, const float *q, float softcap, float *p, fl
       for (int64_t j = 0; j < n; ++j) of_query[j] = softcap * std::tanh(of_query[j] / softcap);
     float most = -INFINITY;
     for (int64_t j = 0; j < n; ++j) {
-      if (head.visible && !head.visible[j]) of_query[j] = -INFINITY;
+      const bool is_hidden = (head.visible && !head.visible[j]) || (head.number && !head.number[j]);
+      if (is_hidden) of_query[j] = -INFINITY;
       most = of_query[j] > most ? of_query[j] : most;
     }
     for (int64_t j = 0; j < n; ++j) {
@@ -163,36 +165,39 @@ void attend_some(int G, const Head &head, int D, const float *q, float softcap, 
   functions[G - 1](head, D, q, softcap, p, o, mass);
 }
 
+// The same of queries as they are, some at a time; p has room for the scores of these.
+template <class T>
+void attend_head(const Head &head, int G, int D, const T *q, float scale, float softcap, float *p, T *o, float *mass) {
+  float asked[TOGETHER * WIDEST];
+  float found[TOGETHER * WIDEST];
+  for (int g = 0; g < G; g += TOGETHER) {
+    const int together = G - g < TOGETHER ? G - g : TOGETHER;
+    for (int i = 0; i < together * D; ++i) asked[i] = number_of(q[g * D + i]) * scale;
+    for (int i = 0; i < together; ++i) rotate(asked + i * D, D);
+    if (D == 64)
+      attend_some<64>(together, head, D, asked, softcap, p, found, mass + g);
+    else if (D == 128)
+      attend_some<128>(together, head, D, asked, softcap, p, found, mass + g);
+    else
+      attend_some<0>(together, head, D, asked, softcap, p, found, mass + g);
+    for (int i = 0; i < together; ++i) rotate(found + i * D, D);
+    for (int i = 0; i < together * D; ++i) store(o + g * D + i, found[i]);
+  }
+}
+
+int64_t largest(const int64_t *x, int64_t n) { return *std::max_element(x, x + n); }
+
 template <class T>
 void attention(int64_t B, int64_t H, int G, int D, const int64_t *first, const int64_t *count,
                const int64_t *first_visible, int64_t stride, const uint8_t *const *keys, const uint8_t *const *values,
                const uint8_t *visible, int64_t visible_stride, const T *q, int64_t q_row, int64_t q_head, float scale,
                float softcap, T *o, float *mass) {
-  int64_t most = 0;
-  for (int64_t h = 0; h < H; ++h) most = count[h] > most ? count[h] : most;
-  std::vector<float> p(TOGETHER * most);
-  float asked[TOGETHER * WIDEST];
-  float found[TOGETHER * WIDEST];
+  std::vector<float> p(TOGETHER * largest(count, H));
   for (int64_t b = 0; b < B; ++b)
-    for (int64_t h = 0; h < H; ++h) {
+    for (int64_t h = 0; h < H; ++h, o += G * D, mass += G) {
       const uint8_t *seen = visible ? visible + b * visible_stride + first_visible[h] : nullptr;
-      const Head head = {keys[b] + first[h], values[b] + first[h], seen, count[h], stride};
-      for (int g = 0; g < G; g += TOGETHER) {
-        const int together = G - g < TOGETHER ? G - g : TOGETHER;
-        const T *queries = q + b * q_row + h * q_head + g * D;
-        for (int i = 0; i < together * D; ++i) asked[i] = number_of(queries[i]) * scale;
-        for (int i = 0; i < together; ++i) rotate(asked + i * D, D);
-        if (D == 64)
-          attend_some<64>(together, head, D, asked, softcap, p.data(), found, mass);
-        else if (D == 128)
-          attend_some<128>(together, head, D, asked, softcap, p.data(), found, mass);
-        else
-          attend_some<0>(together, head, D, asked, softcap, p.data(), found, mass);
-        for (int i = 0; i < together; ++i) rotate(found + i * D, D);
-        for (int i = 0; i < together * D; ++i) store(o + i, found[i]);
-        o += together * D;
-        mass += together;
-      }
+      const Head head = {keys[b] + first[h], values[b] + first[h], seen, nullptr, count[h], stride};
+      attend_head(head, G, D, q + b * q_row + h * q_head, scale, softcap, p.data(), o, mass);
     }
 }
 
@@ -204,8 +209,15 @@ struct Entries {
   float *score;    // what the entries that stay were worth
   int stay;        // entries that stay
   int c;           // entries after these, which are the tokens of the block
-  int first;       // first tokens of the text, which always stay
-  int window;      // last entries, which always stay
+};
+
+// How it is decided.
+struct Rule {
+  int first;      // first tokens of the text, which always stay
+  int window;     // last entries, which always stay
+  bool is_change; // change_of_output, not received_attention
+  float scale;
+  float softcap;
 };
 
 // Products of a packed row, without its scale, with queries that are columns of x [D, LANES].
@@ -223,8 +235,8 @@ void multiply(const uint8_t *row, int D, const float *x, float *products) {
 // Adds what attention p [n, LANES] of some queries, columns of q [D, LANES], says of entries.
 //
 // received_attention: sum_i p_ij.   change_of_output: sum_i w_ij^2 |o_i - v_j|^2,   w_ij = p_ij / (1 - p_ij)
-void add_worth(const Entries &held, bool is_change, int D, int queries, const int *place, const float *q, float softcap,
-               float *p, float *added) {
+void add_worth(const Entries &held, const Rule &rule, int D, int queries, const int *place, const float *q, float *p,
+               float *added) {
   const int n = held.stay + held.c;
   const int stride = SCALE + D;
   float most[LANES];
@@ -236,7 +248,7 @@ void add_worth(const Entries &held, bool is_change, int D, int queries, const in
     const int back = j - held.stay; // the place in the block
     const bool is_there = back >= 0 || held.number[j];
     for (int i = 0; i < LANES; ++i) {
-      if (softcap) of_entry[i] = softcap * std::tanh(of_entry[i] / softcap);
+      if (rule.softcap) of_entry[i] = rule.softcap * std::tanh(of_entry[i] / rule.softcap);
       of_entry[i] = is_there && back <= place[i] ? of_entry[i] : -INFINITY;
       most[i] = of_entry[i] > most[i] ? of_entry[i] : most[i];
     }
@@ -247,7 +259,7 @@ void add_worth(const Entries &held, bool is_change, int D, int queries, const in
       x = x == -INFINITY ? 0 : exponential(x - most[i]);
       total[i] += x;
     }
-  std::vector<float> o(is_change ? D * LANES : 0); // [D, LANES]
+  std::vector<float> o(rule.is_change ? D * LANES : 0); // [D, LANES]
   float factor[LANES];
   float size[LANES] = {};
   for (int i = 0; i < LANES; ++i) factor[i] = i < queries ? 1 / total[i] : 0;
@@ -255,7 +267,7 @@ void add_worth(const Entries &held, bool is_change, int D, int queries, const in
     float *of_entry = p + j * LANES;
     float sum = 0;
     for (int i = 0; i < LANES; ++i) sum += of_entry[i] *= factor[i];
-    if (!is_change) {
+    if (!rule.is_change) {
       added[j] += sum;
       continue;
     }
@@ -267,7 +279,7 @@ void add_worth(const Entries &held, bool is_change, int D, int queries, const in
       for (int i = 0; i < LANES; ++i) o[d * LANES + i] += number * of_entry[i];
     }
   }
-  if (!is_change) return;
+  if (!rule.is_change) return;
   for (int d = 0; d < D; ++d)
     for (int i = 0; i < LANES; ++i) size[i] += o[d * LANES + i] * o[d * LANES + i];
   for (int j = 0; j < n; ++j) {
@@ -290,16 +302,16 @@ void add_worth(const Entries &held, bool is_change, int D, int queries, const in
 }
 
 // Keeps the entries of a head that are worth most, in their order, in place.
-void keep_best(const Entries &held, int D, const float *worth) {
+void keep_best(const Entries &held, const Rule &rule, int D, const float *worth) {
   const int n = held.stay + held.c;
   const int stride = SCALE + D;
-  const int older = n - held.window;
-  const int kept = held.stay - held.window;
+  const int older = n - rule.window;
+  const int kept = held.stay - rule.window;
   std::vector<float> rank(older);
   std::vector<int> places(older);
   for (int j = 0; j < older; ++j) {
     const int number = held.number[j];
-    const bool always_stays = number <= held.first || worth[j] != worth[j];
+    const bool always_stays = number <= rule.first || worth[j] != worth[j];
     rank[j] = number == 0 ? -1 : always_stays ? INFINITY : worth[j];
     places[j] = j;
   }
@@ -318,37 +330,63 @@ void keep_best(const Entries &held, int D, const float *worth) {
   memset(held.number + held.stay, 0, held.c * sizeof(int32_t));
 }
 
-template <class T>
-void end_block(int H, int G, int D, int stay, int c, int first, int window, bool is_change, uint8_t *keys,
-               uint8_t *values, int32_t *number, float *score, T *queries, float scale, float softcap) {
-  const int n = stay + c;
+template <class T> void end_block(const Entries &held, const Rule &rule, int G, int D, T *queries) {
+  const int n = held.stay + held.c;
   std::vector<float> p(n * LANES);
-  std::vector<float> worth(n);
   std::vector<float> q(D * LANES);
-  for (int h = 0; h < H; ++h) {
-    const Entries held = {keys, values, number, score, stay, c, first, window};
-    std::fill(worth.begin(), worth.end(), 0);
-    for (int start = 0; start < G * c; start += LANES) {
-      const int some = G * c - start < LANES ? G * c - start : LANES;
-      int place[LANES] = {};
-      std::fill(q.begin(), q.end(), 0);
-      for (int i = 0; i < some; ++i) {
-        float row[WIDEST];
-        for (int d = 0; d < D; ++d) row[d] = number_of(queries[(start + i) * D + d]) * scale;
-        rotate(row, D);
-        for (int d = 0; d < D; ++d) q[d * LANES + i] = row[d];
-        place[i] = (start + i) % c;
-      }
-      add_worth(held, is_change, D, some, place, q.data(), softcap, p.data(), worth.data());
+  std::vector<float> worth(n);
+  for (int start = 0; start < G * held.c; start += LANES) {
+    const int some = G * held.c - start < LANES ? G * held.c - start : LANES;
+    int place[LANES] = {};
+    std::fill(q.begin(), q.end(), 0);
+    for (int i = 0; i < some; ++i) {
+      float row[WIDEST];
+      for (int d = 0; d < D; ++d) row[d] = number_of(queries[(start + i) * D + d]) * rule.scale;
+      rotate(row, D);
+      for (int d = 0; d < D; ++d) q[d * LANES + i] = row[d];
+      place[i] = (start + i) % held.c;
     }
-    for (int j = 0; j < n; ++j) worth[j] = (worth[j] < 0 ? 0 : worth[j]) + (j < stay ? DECAY * score[j] : 0);
-    keep_best(held, D, worth.data());
-    memset(queries, 0, G * c * D * sizeof(T));
-    keys += n * (SCALE + D);
-    values += n * (SCALE + D);
-    number += n;
-    score += stay;
-    queries += G * c * D;
+    add_worth(held, rule, D, some, place, q.data(), p.data(), worth.data());
+  }
+  for (int j = 0; j < n; ++j) {
+    if (worth[j] < 0) worth[j] = 0;
+    if (j < held.stay) worth[j] += DECAY * held.score[j];
+  }
+  keep_best(held, rule, D, worth.data());
+  memset(queries, 0, G * held.c * D * sizeof(T));
+}
+
+// One token of each sequence is written among the entries of each head, read, and may end a block.
+template <class T>
+void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, const int64_t *sizes,
+                const int64_t *positions, uint8_t *const *keys, uint8_t *const *values, int32_t *const *number,
+                float *const *score, T *const *queries, const T *q, int64_t q_row, int64_t q_head, const T *k,
+                int64_t k_row, int64_t k_head, const T *v, int64_t v_row, int64_t v_head, T *o) {
+  const int stride = SCALE + D;
+  std::vector<float> p(TOGETHER * largest(sizes, H));
+  std::vector<float> mass(G);
+  for (int64_t b = 0; b < B; ++b) {
+    Entries held = {keys[b], values[b], number[b], score[b], 0, c};
+    T *asked = queries[b];
+    const int place = positions[b] % c;
+    for (int64_t h = 0; h < H; ++h) {
+      held.stay = sizes[h] - c;
+      const int at = held.stay + place;
+      const T *of_head = q + b * q_row + h * q_head;
+      pack(1, D, k + b * k_row + h * k_head, held.keys + at * stride);
+      pack(1, D, v + b * v_row + h * v_head, held.values + at * stride);
+      held.number[at] = positions[b] + 1;
+      for (int g = 0; g < G; ++g) memcpy(asked + (g * c + place) * D, of_head + g * D, D * sizeof(T));
+      const Head head = {held.keys, held.values, nullptr, held.number, at + 1, stride};
+      attend_head(head, G, D, of_head, rule.scale, rule.softcap, p.data(), o, mass.data());
+      if (place == c - 1) end_block(held, rule, G, D, asked);
+      held.keys += sizes[h] * stride;
+      held.values += sizes[h] * stride;
+      held.number += sizes[h];
+      held.score += held.stay;
+      asked += G * c * D;
+      o += G * D;
+    }
   }
 }
 
@@ -369,11 +407,16 @@ ATTENTION(attend_bfloat16, BFloat16)
 extern "C" void pack_float32(int64_t rows, int D, const float *x, uint8_t *packed) { pack(rows, D, x, packed); }
 extern "C" void pack_bfloat16(int64_t rows, int D, const BFloat16 *x, uint8_t *packed) { pack(rows, D, x, packed); }
 
-#define END_BLOCK(NAME, T)                                                                                             \
-  extern "C" void NAME(int H, int G, int D, int stay, int c, int first, int window, int is_change, uint8_t *keys,      \
-                       uint8_t *values, int32_t *number, float *score, T *queries, float scale, float softcap) {       \
-    end_block(H, G, D, stay, c, first, window, is_change, keys, values, number, score, queries, scale, softcap);       \
+#define READ_TOKEN(NAME, T)                                                                                            \
+  extern "C" void NAME(int64_t B, int64_t H, int G, int D, int c, int first, int window, int is_change, float scale,   \
+                       float softcap, const int64_t *sizes, const int64_t *positions, uint8_t *const *keys,            \
+                       uint8_t *const *values, int32_t *const *number, float *const *score, T *const *queries,         \
+                       const T *q, int64_t q_row, int64_t q_head, const T *k, int64_t k_row, int64_t k_head,           \
+                       const T *v, int64_t v_row, int64_t v_head, T *o) {                                              \
+    const Rule rule = {first, window, is_change != 0, scale, softcap};                                                 \
+    read_token(B, H, G, D, c, rule, sizes, positions, keys, values, number, score, queries, q, q_row, q_head, k,       \
+               k_row, k_head, v, v_row, v_head, o);                                                                    \
   }
 
-END_BLOCK(end_block_float32, float)
-END_BLOCK(end_block_bfloat16, BFloat16)
+READ_TOKEN(read_token_float32, float)
+READ_TOKEN(read_token_bfloat16, BFloat16)

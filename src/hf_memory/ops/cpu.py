@@ -46,7 +46,13 @@ ARGUMENTS = {  # types of those of each function
         *(_POINTER, _LONG, _LONG),
         *(_FLOAT, _FLOAT, _POINTER, _POINTER),
     ],
-    "end_block": [*[_INT] * 8, *[_POINTER] * 5, _FLOAT, _FLOAT],
+    "read_token": [
+        *(_LONG, _LONG, _INT, _INT),
+        *(_INT, _INT, _INT, _INT, _FLOAT, _FLOAT),
+        *[_POINTER] * 7,
+        *[_POINTER, _LONG, _LONG] * 3,
+        _POINTER,
+    ],
 }
 
 
@@ -161,62 +167,95 @@ def attention(
     return o, mass
 
 
-def end_block(
-    held: Sequence[Tensor],
-    ends: Tensor,
+def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
+    """Whether `read_token` takes these arguments."""
+    if policy not in POLICIES or not runs(q) or q.shape[-1] % 2:
+        return False
+    *rows, queries = held
+    is_apart = not isinstance(queries, Tensor)
+    tensors = (x for row in held for x in row) if is_apart else held
+    dtype = queries[0].dtype if is_apart else queries.dtype
+    return dtype == q.dtype and all(x.is_contiguous() for x in tensors)
+
+
+def read_token(
+    held: Sequence[Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Sequence[int],
     *,
+    sizes: tuple[int, ...],
     first: int,
     window: int,
     policy: str,
     scale: float,
-    softcap: float,
-) -> None:
-    """Keep, in place, the entries that are worth most, see `hf_memory.ops.kv_eviction`; those of a row are contiguous.
+    softcap: float | None,
+) -> Tensor:
+    """Write one token of each row among kept tokens in 8 bits, read them, and end the block that ends, in place.
 
     Args:
-        held: keys and values [B, H, n, bytes] in 8 bits, numbers [B, H, n], scores [B, H, stay], and queries
-            [B, H * G, block, D].
-        ends: [B or 1, 1, 1] bool, for which rows.
+        held: keys, values, numbers, scores and queries, as `hf_memory.mixers.pasts.kept` has them: the entries of all
+            heads in turn, in a tensor with a row for each sequence, or a list of rows anywhere in memory.
+        q: queries [B, 1, H, G, D].
+        k: keys [B, 1, H, D].
+        v: values [B, 1, H, D].
+        positions: the number of tokens that each row has read before.
+        sizes: the number of entries of each head.
         first: how many first tokens always stay.
         window: how many last tokens always stay.
-        policy: one of `POLICIES`.
+        policy: one of `POLICIES`, by which others stay.
         scale: factor of the products of queries and keys.
-        softcap: cap of these, or 0.
+        softcap: cap of these, or None.
+
+    Returns:
+        Outputs [B, 1, H, G, D].
     """
-    *_, score, queries = held
-    B, H, stay = score.shape
-    _, heads, block, D = queries.shape
-    how = H, heads // H, D, stay, block, first, window, policy == "change_of_output"
-    run = getattr(library(), f"end_block_{DTYPES[queries.dtype]}")
-    for i, is_end in enumerate(ends.expand(B, 1, 1).flatten().tolist()):
-        if is_end:
-            run(*how, *(x[i].data_ptr() for x in held), scale, softcap)
+    B, _, H, G, D = q.shape
+    queries = held[-1]
+    c = (queries if isinstance(queries, Tensor) else queries[0]).shape[-2]
+    if q.stride(4) != 1 or q.stride(3) != D:
+        q = q.contiguous()
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    run = getattr(library(), f"read_token_{DTYPES[q.dtype]}")
+    run(
+        *(B, H, G, D),
+        *(c, first, window, policy == "change_of_output", scale, softcap or 0.0),
+        *(_longs(sizes), _longs(positions), *map(_addresses, held)),
+        *(q.data_ptr(), q.stride(0), q.stride(2)),
+        *(k.data_ptr(), k.stride(0), k.stride(2)),
+        *(v.data_ptr(), v.stride(0), v.stride(2)),
+        o.data_ptr(),
+    )
+    return o
 
 
 @lru_cache(maxsize=1024)
 def _alike(heads: int, count: int, of_head: int, of_visible: int) -> tuple[Any, Any, Any]:
     """Where each head begins in bytes, how many entries it has, and where it begins in what is visible."""
     places = range(heads)
-    return _longs(of_head * h for h in places), _longs([count] * heads), _longs(of_visible * h for h in places)
+    first = _longs(tuple(of_head * h for h in places))
+    return first, _longs((count,) * heads), _longs(tuple(of_visible * h for h in places))
 
 
 @lru_cache(maxsize=1024)
 def _in_turn(sizes: tuple[int, ...], of_entry: int) -> tuple[Any, Any, Any]:
     """The same for heads whose entries come after those of the head before."""
-    first = [0, *accumulate(sizes)][: len(sizes)]
-    return _longs(of_entry * x for x in first), _longs(sizes), _longs(first)
+    first = (0, *accumulate(sizes[:-1]))
+    return _longs(tuple(of_entry * x for x in first)), _longs(sizes), _longs(first)
 
 
-def _longs(numbers: Iterable[int]) -> Any:
-    numbers = [*numbers]
+@lru_cache(maxsize=1024)
+def _longs(numbers: tuple[int, ...]) -> Any:
     return (_LONG * len(numbers))(*numbers)
 
 
 def _addresses(rows: Tensor | Sequence[Tensor]) -> Any:
-    """Where each row begins, which are bytes."""
+    """Where each row begins."""
     if isinstance(rows, Tensor):
         first = rows.data_ptr()
-        size = rows.stride(0)
+        size = rows.stride(0) * rows.itemsize
         places = [first + i * size for i in range(rows.shape[0])]
     else:
         places = [x.data_ptr() for x in rows]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils.import_utils import is_tracing
 
-from hf_memory.cache import Spec, State, States
+from hf_memory.cache import Spec, State, States, storage_of
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
@@ -31,6 +31,8 @@ from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at, score_aft
 from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import Tokens
 from hf_memory.ops.rows import Rows
+
+IN_BYTES = Rows(8, 8)
 
 
 class Entries(NamedTuple):
@@ -121,6 +123,47 @@ class Kept(NamedTuple):
         attended = seen.attend_with_mass(q, scores)
         self._end_blocks(new, context, scores, ends)
         return attended
+
+    def is_compiled(self, q: Tensor, context: Context, scores: Scores) -> bool:
+        """Whether compiled code reads one token of each row, q [B, 1, H, groups, D]: in 8 bits on a CPU."""
+        return (
+            context.backend == "auto"
+            and context.uniform_length is not None
+            and scores.is_product
+            and storage_of(context.bits, self.kind) == IN_BYTES
+            and cpu.reads_token(Entries.among(context.states, self.prefix), q, self.policy)
+        )
+
+    def read_token(
+        self, q: Tensor, k: Tensor, v: Tensor, context: Context, scores: Scores
+    ) -> Tensor:
+        """`attend_one` of a new key and value [B, 1, H, D] by compiled code."""
+        return self.read_token_of((self.size,) * k.shape[2], q, k, v, context, scores)
+
+    def read_token_of(
+        self,
+        sizes: tuple[int, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Context,
+        scores: Scores,
+    ) -> Tensor:
+        """The same for heads with these numbers of entries."""
+        before = context.uniform_length
+        return cpu.read_token(
+            Entries.among(context.states, self.prefix),
+            q,
+            k,
+            v,
+            tuple(before) if isinstance(before, list) else (before,) * q.shape[0],
+            sizes=sizes,
+            first=self.first,
+            window=self.window,
+            policy=self.policy,
+            scale=scores.scaling,
+            softcap=scores.softcap,
+        )
 
     def numbers(self, states: States) -> Sequence[Tensor]:
         """The numbers of the tokens that each head holds, from 1, [B, entries] each; 0: no token."""
@@ -322,18 +365,6 @@ class Kept(NamedTuple):
 
     def keep_best(self, held: Entries, rows: Rows, scores: Scores, ends: Tensor) -> None:
         """Keep, in place, the best of entries as they are stored, where a block ends, [B or 1, 1, 1] bool."""
-        is_compiled = rows == Rows(8, 8) and self.policy in cpu.POLICIES and scores.gates is None
-        if is_compiled and cpu.runs(held.queries):
-            cpu.end_block(
-                held,
-                ends,
-                first=self.first,
-                window=self.window,
-                policy=self.policy,
-                scale=scores.scaling,
-                softcap=scores.softcap or 0.0,
-            )
-            return
         number = held.number
         n = self.stay
         queries, k, v = rows.rotated(upcast(held.queries), held.keys, held.values)

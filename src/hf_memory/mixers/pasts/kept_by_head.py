@@ -156,6 +156,16 @@ class KeptByHead(NamedTuple):
         ]
         return _of_heads(read)
 
+    def is_compiled(self, q: Tensor, context: Context, scores: Scores) -> bool:
+        """See `Kept.is_compiled`."""
+        return self.runs[0].past.is_compiled(q, context, scores)
+
+    def read_token(
+        self, q: Tensor, k: Tensor, v: Tensor, context: Context, scores: Scores
+    ) -> Tensor:
+        """See `Kept.read_token`."""
+        return self.runs[0].past.read_token_of(self.sizes, q, k, v, context, scores)
+
     def numbers(self, states: States) -> Sequence[Tensor]:
         """See `Kept.numbers`."""
         return states[f"{self.prefix}number"].split(self.sizes, 1)
