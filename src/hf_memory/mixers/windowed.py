@@ -240,10 +240,7 @@ class WindowedMixer(MemoryMixer):
             tokens, tokens_read = context.tokens_and_count(q)
         elif all(self._is_compiled(part, q, context) for part in parts):
             _count_one(context)
-            rows = (q, k, v)
-            return [
-                part.past.read_token(*map(part.of, rows), context, self.scores) for part in parts
-            ], context.states
+            return [self._read_token(part, q, k, v, context) for part in parts], context.states
         outputs = []
         states: States = {}
         for part, new in zip(parts, self.new_rows(parts, k, v, context)):
@@ -266,6 +263,10 @@ class WindowedMixer(MemoryMixer):
             and isinstance(past, Kept | KeptByHead)
             and past.is_compiled(q, context, self.scores)
         )
+
+    def _read_token(self, part: Part, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        past: Any = part.past
+        return past.read_token(part.of(q), part.of(k), part.of(v), context, self.scores)
 
     def new_rows(self, parts: list[Part], k: Tensor, v: Tensor, context: Context) -> list[New]:
         """New keys and values [B, T, H, D] of each part: stored in one call if all heads store them alike."""

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -100,7 +100,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def runs(x: Tensor) -> bool:
-    """Whether compiled code takes rows x [..., D]: data on a CPU in float32 or bfloat16, without gradients or graphs."""
+    """Whether compiled code takes rows x [..., D]: on a CPU in float32 or bfloat16, without gradients or graphs."""
     return (
         x.device.type == "cpu"
         and x.dtype in DTYPES
@@ -169,13 +169,12 @@ def attention(
 
 def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
     """Whether `read_token` takes these arguments."""
-    if policy not in POLICIES or not runs(q) or q.shape[-1] % 2:
+    if policy not in POLICIES or not runs(q):
         return False
-    *rows, queries = held
-    is_apart = not isinstance(queries, Tensor)
-    tensors = (x for row in held for x in row) if is_apart else held
-    dtype = queries[0].dtype if is_apart else queries.dtype
-    return dtype == q.dtype and all(x.is_contiguous() for x in tensors)
+    queries = held[-1]
+    if isinstance(queries, Tensor):
+        return queries.dtype == q.dtype and all(x.is_contiguous() for x in held)
+    return queries[0].dtype == q.dtype and all(x.is_contiguous() for rows in held for x in rows)
 
 
 def read_token(

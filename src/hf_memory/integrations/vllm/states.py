@@ -160,6 +160,7 @@ class Pages:
         self.layer = layer
         self.bits = mixer.default_bits
         self.spec = mixer.spec
+        self.backend = mixer.backend
         self._has_rounded_states = any(state.numbers is not None for state in self.spec.values())
         grows = any(state.growth != "fixed" for state in self.spec.values())
         # the parts of its heads that it reads itself, if the engine has attention of its own for others
@@ -233,7 +234,7 @@ class Pages:
 
     def mix(self, projected: Projected, steps: list[Reading] | None, mixed: Tensor) -> None:
         """The second step, into `mixed` [T, width]. Without steps the tokens are one text that is not kept."""
-        T = len(mixed)
+        T = mixed.shape[0]
         if steps is None:
             tokens = torch.arange(T, device=mixed.device)[None]
             found, _ = self._mixed(projected, Reading(tokens, {}, [0], {}), {}, 0)
@@ -307,7 +308,7 @@ class Pages:
             nested(states) if self.mixer.has_parts else states,
             uniform_length=before,
             bits=self.bits,
-            backend=self.mixer.backend,
+            backend=self.backend,
         )
         if self.parts is None:
             mixed, after = self.mixer.mix(of_step, context)

@@ -285,4 +285,3 @@ def _of_heads(attended: Sequence[Attended]) -> Attended:
     """The outputs of all heads, and the logarithms of their mass."""
     outputs, masses = zip(*attended)
     return torch.cat(outputs, 2), torch.cat(masses, 2)
-
