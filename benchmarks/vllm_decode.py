@@ -2,10 +2,10 @@
 
     .engines/vLLM/bin/python benchmarks/vllm_decode.py TEACHER STUDENT     # folders; after `make engines`
 
-One sequence on one thread, in float32, compiled as vLLM does by default. A turn is 16 tokens, in which one block of kept
-tokens ends. Times are CPU time of the process, and ratios are those of turns that follow each other; a table has the
-medians. Then torch.profiler divides the time of 16 tokens: linear layers, vLLM's attention, memories (whole, with the
-Python in them), and all else, whose parts are scaled to the CPU time. Python calls are those of functions.
+One sequence on one thread, in float32, compiled as vLLM does by default. A turn is 16 tokens, in which one block of
+kept tokens ends. Times are CPU time of the process, and ratios are those of turns that follow each other; what is
+printed are medians. Then torch.profiler divides the time of 16 tokens: linear layers, vLLM's attention, memories
+(whole, with the Python in them), and all else, whose parts are scaled to the CPU time.
 """
 
 import argparse

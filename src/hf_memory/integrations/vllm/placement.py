@@ -57,7 +57,7 @@ def check(config: Any) -> None:
 
 
 def check_adapters(config: Any) -> None:
-    """Raise ValueError if vLLM cannot give the linear layers of a model adapters, which it does for all tokens of a step."""
+    """Raise ValueError if linear layers do not read all tokens of a step at once, as those with adapters do in vLLM."""
     for i in memory_layers(config):
         mixer = config.mixer_class(i)
         if not mixer.projects_all:
