@@ -177,6 +177,13 @@ KINDS = {
     "kept tokens and full heads": Small("transformer", {**KEPT, **FIRST, **FULL}),
     "kept tokens, sinks and full heads": Small("transformer", {**KEPT, **SUNK, **FULL}),
     "kept tokens of each head": Small("transformer", {**KEPT, **FIRST, **BY_HEAD}),
+    "kept tokens of each head in 8 bits": Small(
+        "transformer", {**KEPT, **FIRST, **BY_HEAD, "cache_bits": {"window": 8}}
+    ),
+    "kept tokens in 8 bits": Small(
+        "transformer",
+        {**KEPT, **FIRST, "cache_bits": {"window": 8}, "eviction": "change_of_output"},
+    ),
     "kept tokens and full heads of 128 tokens": Small(
         "transformer", {**KEPT, **FIRST, **FULL, "full_attention_window": 128}
     ),

@@ -238,7 +238,7 @@ class WindowedMixer(MemoryMixer):
         tokens = tokens_read = None
         if not context.is_step(q):
             tokens, tokens_read = context.tokens_and_count(q)
-        elif all(self._is_compiled(part, q, context) for part in parts):
+        elif all(self.is_compiled(part, q, context) for part in parts):
             _count_one(context)
             return [self._read_token(part, q, k, v, context) for part in parts], context.states
         outputs = []
@@ -254,7 +254,7 @@ class WindowedMixer(MemoryMixer):
             states["tokens_read"] = tokens_read
         return outputs, states
 
-    def _is_compiled(self, part: Part, q: Tensor, context: Context) -> bool:
+    def is_compiled(self, part: Part, q: Tensor, context: Context) -> bool:
         """Whether compiled code reads one token of each row for a part."""
         is_alone = self.far is None and self.sinks is None
         past = part.past
@@ -266,7 +266,12 @@ class WindowedMixer(MemoryMixer):
 
     def _read_token(self, part: Part, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         past: Any = part.past
-        return past.read_token(part.of(q), part.of(k), part.of(v), context, self.scores)
+        q, k, v = (part.of(x)[:, 0].contiguous() for x in (q, k, v))
+        before = context.uniform_length
+        positions = tuple(before) if isinstance(before, list) else (before,) * len(q)
+        o = torch.empty_like(q)
+        past.reader(k.shape[1], context, self.scores)(q, k, v, positions, o)
+        return o[:, None]
 
     def new_rows(self, parts: list[Part], k: Tensor, v: Tensor, context: Context) -> list[New]:
         """New keys and values [B, T, H, D] of each part: stored in one call if all heads store them alike."""

@@ -168,7 +168,7 @@ def attention(
 
 
 def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
-    """Whether `read_token` takes these arguments."""
+    """Whether a `TokenReader` takes these states, and queries q [..., D]."""
     if policy not in POLICIES or not runs(q):
         return False
     queries = held[-1]
@@ -177,57 +177,79 @@ def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
     return queries[0].dtype == q.dtype and all(x.is_contiguous() for rows in held for x in rows)
 
 
-def read_token(
-    held: Sequence[Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Sequence[int],
-    *,
-    sizes: tuple[int, ...],
-    first: int,
-    window: int,
-    policy: str,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """Write one token of each row among kept tokens in 8 bits, read them, and end the block that ends, in place.
+class TokenReader:
+    """Writes one token of each row among kept tokens in 8 bits, reads them, and ends the block that ends, in place.
+
+    It can be called for each token of the same rows, as long as their states stay where they are.
 
     Args:
         held: keys, values, numbers, scores and queries, as `hf_memory.mixers.pasts.kept` has them: the entries of all
             heads in turn, in a tensor with a row for each sequence, or a list of rows anywhere in memory.
-        q: queries [B, 1, H, G, D].
-        k: keys [B, 1, H, D].
-        v: values [B, 1, H, D].
-        positions: the number of tokens that each row has read before.
         sizes: the number of entries of each head.
         first: how many first tokens always stay.
         window: how many last tokens always stay.
         policy: one of `POLICIES`, by which others stay.
         scale: factor of the products of queries and keys.
         softcap: cap of these, or None.
-
-    Returns:
-        Outputs [B, 1, H, G, D].
+        among: which of the heads of queries, keys and values these are.
     """
-    B, _, H, G, D = q.shape
-    queries = held[-1]
-    c = (queries if isinstance(queries, Tensor) else queries[0]).shape[-2]
-    if q.stride(4) != 1 or q.stride(3) != D:
-        q = q.contiguous()
-    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    o = torch.empty_like(q, memory_format=torch.contiguous_format)
-    run = getattr(library(), f"read_token_{DTYPES[q.dtype]}")
-    run(
-        *(B, H, G, D),
-        *(c, first, window, policy == "change_of_output", scale, softcap or 0.0),
-        *(_longs(sizes), _longs(positions), *map(_addresses, held)),
-        *(q.data_ptr(), q.stride(0), q.stride(2)),
-        *(k.data_ptr(), k.stride(0), k.stride(2)),
-        *(v.data_ptr(), v.stride(0), v.stride(2)),
-        o.data_ptr(),
-    )
-    return o
+
+    def __init__(
+        self,
+        held: Sequence[Any],
+        sizes: tuple[int, ...],
+        *,
+        first: int,
+        window: int,
+        policy: str,
+        scale: float,
+        softcap: float | None,
+        among: slice = slice(0, None, 1),
+    ):
+        queries = held[-1] if isinstance(held[-1], Tensor) else held[-1][0]
+        H = len(sizes)
+        c, D = queries.shape[-2:]
+        self.rows = len(held[-1])
+        self.among = among
+        self.run = getattr(library(), f"read_token_{DTYPES[queries.dtype]}")
+        self.numbers = self.rows, H, queries.shape[1] // H, D
+        self.rule = c, first, window, policy == "change_of_output", scale, softcap or 0.0
+        self.sizes = _longs(sizes)
+        self.held = tuple(map(_addresses, held))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: tuple[int, ...], o: Tensor
+    ) -> bool:
+        """Write outputs into o, contiguous [B, H, G, D]; False: nothing is done, since rows have other strides.
+
+        Args:
+            q: queries [B, heads, G, D].
+            k: keys [B, heads, D].
+            v: values [B, heads, D].
+            positions: the number of tokens that each row has read before.
+            o: the outputs.
+        """
+        D = self.numbers[3]
+        if q.stride()[2:] != (D, 1) or k.stride(2) != 1 or v.stride(2) != 1:
+            return False
+        self.run(
+            *self.numbers,
+            *self.rule,
+            self.sizes,
+            _longs(positions),
+            *self.held,
+            *self._heads_of(q),
+            *self._heads_of(k),
+            *self._heads_of(v),
+            o.data_ptr(),
+        )
+        return True
+
+    def _heads_of(self, x: Tensor) -> tuple[int, int, int]:
+        """Where the heads begin in rows [B, heads, ...], and the distances of rows and of heads in numbers."""
+        of_row, of_head = x.stride()[:2]
+        first = x.data_ptr() + self.among.start * of_head * x.itemsize
+        return first, of_row, self.among.step * of_head
 
 
 @lru_cache(maxsize=1024)

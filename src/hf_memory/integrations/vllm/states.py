@@ -39,6 +39,7 @@ class Shelf:
         """States of fixed size by layer; `dtype` is that of the model."""
         self.places: dict[int, dict[str, Place]] = {layer: {} for layer in specs}
         self._pages: dict[int, Tensor] = {}
+        self.bindings = 0  # how often pages were given
         self._states: dict[int, States] = {}
         self._apart: dict[int, dict[tuple[int, ...], States]] = {}  # of the last step, by layer
         ends = dict.fromkeys(specs, 0)
@@ -59,6 +60,7 @@ class Shelf:
     def bind(self, layer: int, pages: Tensor) -> None:
         """Use a layer's pages [sequences, bytes] of uint8, which may be longer than `size`."""
         self._pages[layer] = pages
+        self.bindings += 1
         self._states.clear()
         self._apart.clear()
 
@@ -161,6 +163,10 @@ class Pages:
         self.bits = mixer.default_bits
         self.spec = mixer.spec
         self.backend = mixer.backend
+        self._own_pages = sorted({place.page for place in shelf.places.get(layer, {}).values()})
+        self._pages_of_reader: list[list[int]] = []
+        self._reader: Any = None
+        self._counts: list[Tensor] = []
         self._has_rounded_states = any(state.numbers is not None for state in self.spec.values())
         grows = any(state.growth != "fixed" for state in self.spec.values())
         # the parts of its heads that it reads itself, if the engine has attention of its own for others
@@ -240,6 +246,8 @@ class Pages:
             found, _ = self._mixed(projected, Reading(tokens, {}, [0], {}), {}, 0)
             mixed.copy_(found[0])
             return
+        if len(steps) == 1 and self._read_token(projected, steps[0], mixed):
+            return
         if sum(step.tokens.numel() for step in steps) < T:
             mixed.zero_()
         for step in steps:
@@ -248,6 +256,50 @@ class Pages:
                 mixed.copy_(found.flatten(0, 1))
             else:
                 mixed[step.tokens] = found
+
+    def _read_token(self, projected: Projected, step: Reading, mixed: Tensor) -> bool:
+        """Let compiled code read one token of each sequence into `mixed`; whether it takes the states of this layer."""
+        N, T = step.tokens.shape
+        if T > 1 or mixed.shape[0] > N or not step.numbers or not step.before[0]:
+            return False
+        # in other memory the same pages need another reader
+        pages = [[self.shelf.bindings], *(step.numbers[page] for page in self._own_pages)]
+        if pages != self._pages_of_reader:
+            self._pages_of_reader = pages
+            self._reader = self._new_reader(projected, step)
+        if self._reader is None:
+            return False
+        q, k, v = (projected[name] for name in "qkv")
+        if not self._reader(q, k, v, tuple(step.before), mixed):
+            return False
+        for count in self._counts:
+            count.add_(1)
+        return True
+
+    def _new_reader(self, projected: Projected, step: Reading) -> Any:
+        """What reads tokens of these sequences, or None."""
+        if not self._can_be_apart:
+            return None
+        parts = self.mixer.parts if self.parts is None else self.parts
+        if len(parts) != 1 or len(parts[0].slices) > 1:
+            return None
+        rows = self.shelf.apart(self.layer, step.numbers)
+        states = {name: [row[name] for row in rows] for name in rows[0]}
+        context = Context(
+            None,
+            None,
+            None,
+            states,
+            uniform_length=step.before,
+            bits=self.bits,
+            backend=self.backend,
+        )
+        (part,) = parts
+        if not self.mixer.is_compiled(part, step.of(projected["q"]), context):
+            return None
+        self._counts = states["tokens_read"]
+        among = part.slices[0] if part.slices else slice(0, None, 1)
+        return part.past.reader(len(part.heads), context, self.mixer.scores, among=among)
 
     def _mixed_step(self, projected: Projected, step: Reading) -> Tensor:
         """Results [N, T, width] for the tokens of a reading, with the states in their pages.

@@ -134,35 +134,25 @@ class Kept(NamedTuple):
             and cpu.reads_token(Entries.among(context.states, self.prefix), q, self.policy)
         )
 
-    def read_token(
-        self, q: Tensor, k: Tensor, v: Tensor, context: Context, scores: Scores
-    ) -> Tensor:
-        """`attend_one` of a new key and value [B, 1, H, D] by compiled code."""
-        return self.read_token_of((self.size,) * k.shape[2], q, k, v, context, scores)
+    def reader(
+        self, heads: int, context: Context, scores: Scores, **options: Any
+    ) -> cpu.TokenReader:
+        """What reads tokens where `is_compiled`, after each other in the states of a context, of so many heads."""
+        return self.reader_of((self.size,) * heads, context, scores, **options)
 
-    def read_token_of(
-        self,
-        sizes: tuple[int, ...],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        context: Context,
-        scores: Scores,
-    ) -> Tensor:
+    def reader_of(
+        self, sizes: tuple[int, ...], context: Context, scores: Scores, **options: Any
+    ) -> cpu.TokenReader:
         """The same for heads with these numbers of entries."""
-        before = context.uniform_length
-        return cpu.read_token(
+        return cpu.TokenReader(
             Entries.among(context.states, self.prefix),
-            q,
-            k,
-            v,
-            tuple(before) if isinstance(before, list) else (before,) * q.shape[0],
-            sizes=sizes,
+            sizes,
             first=self.first,
             window=self.window,
             policy=self.policy,
             scale=scores.scaling,
             softcap=scores.softcap,
+            **options,
         )
 
     def numbers(self, states: States) -> Sequence[Tensor]:

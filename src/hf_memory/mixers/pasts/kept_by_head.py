@@ -18,6 +18,7 @@ from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts.kept import Entries, Kept, ending, if_any, write_rows
 from hf_memory.mixers.pasts.rows import New, Seen, states_of_rows
+from hf_memory.ops import cpu
 from hf_memory.ops.masks import Tokens
 
 
@@ -160,11 +161,11 @@ class KeptByHead(NamedTuple):
         """See `Kept.is_compiled`."""
         return self.runs[0].past.is_compiled(q, context, scores)
 
-    def read_token(
-        self, q: Tensor, k: Tensor, v: Tensor, context: Context, scores: Scores
-    ) -> Tensor:
-        """See `Kept.read_token`."""
-        return self.runs[0].past.read_token_of(self.sizes, q, k, v, context, scores)
+    def reader(
+        self, heads: int, context: Context, scores: Scores, **options: Any
+    ) -> cpu.TokenReader:
+        """See `Kept.reader`."""
+        return self.runs[0].past.reader_of(self.sizes, context, scores, **options)
 
     def numbers(self, states: States) -> Sequence[Tensor]:
         """See `Kept.numbers`."""
