@@ -1,10 +1,10 @@
 """Runs a model in one engine, in that engine's own environment; started by engines.py.
 
-Reads {"engine", "model", "dtype", "cache", "prompts", "again", "new", "contexts", "caches_prefixes"} from stdin and
-prints {"version", "tokens", "likeliest", "speed", "bytes", "cached"} on stdout: greedy tokens of each prompt, and of
-`again` after them; for each of them the likeliest tokens with log-probabilities; tokens a second of CPU time after so
-many tokens, on one thread; bytes of the cache that the engine has for so many tokens; and how many tokens of each
-prompt of `again` were read before. `cache` is the engine's type of numbers in the cache, or "exact": those of the
+Reads {"engine", "model", "adapter", "dtype", "cache", "prompts", "again", "new", "contexts", "caches_prefixes"} from
+stdin and prints {"version", "tokens", "likeliest", "speed", "bytes", "cached"} on stdout: greedy tokens of each prompt,
+and of `again` after them; for each of them the likeliest tokens with log-probabilities; tokens a second of CPU time
+after so many tokens, on one thread; bytes of the cache that the engine has for so many tokens; and how many tokens of
+each prompt of `again` were read before. `cache` is the engine's type of numbers in the cache, or "exact": those of the
 model, but float16 in llama.cpp where speed and bytes are measured.
 """
 
@@ -186,13 +186,22 @@ def vllm(request: dict) -> dict:
         )
     if request["cache"] != "exact":
         options["kv_cache_dtype"] = request["cache"]
+    adapter = None
+    if request["adapter"]:
+        from vllm.lora.request import LoRARequest
+
+        options |= {"enable_lora": True, "max_lora_rank": 8}
+        adapter = LoRARequest("adapter", 1, request["adapter"])
     llm = LLM(request["model"], dtype=request["dtype"], max_model_len=longest, **options)
     writing = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     sampling = SamplingParams(max_tokens=request["new"], logprobs=LIKELIEST, **writing)
     answers = []
     for prompts in (request["prompts"], request["again"]):
         answers += llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            sampling,
+            use_tqdm=False,
+            lora_request=adapter,
         )
     found = {
         "version": __version__,

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import gguf
 import torch
 import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -176,6 +177,13 @@ KINDS = {
     "kept tokens and full heads": Small("transformer", {**KEPT, **FIRST, **FULL}),
     "kept tokens, sinks and full heads": Small("transformer", {**KEPT, **SUNK, **FULL}),
     "kept tokens of each head": Small("transformer", {**KEPT, **FIRST, **BY_HEAD}),
+    "kept tokens of each head in 8 bits": Small(
+        "transformer", {**KEPT, **FIRST, **BY_HEAD, "cache_bits": {"window": 8}}
+    ),
+    "kept tokens in 8 bits": Small(
+        "transformer",
+        {**KEPT, **FIRST, "cache_bits": {"window": 8}, "eviction": "change_of_output"},
+    ),
     "kept tokens and full heads of 128 tokens": Small(
         "transformer", {**KEPT, **FIRST, **FULL, "full_attention_window": 128}
     ),
@@ -235,6 +243,16 @@ def greedy(model: PreTrainedModel, prompts: list[list[int]], new: int) -> list[l
         model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts
     )
     return [row.tolist() for row in rows]
+
+
+def with_adapter(model: PreTrainedModel) -> PeftModel:
+    """A model with a random LoRA adapter of all linear layers that vLLM divides."""
+    kinds = ("colwise", "rowwise")
+    divided = {name.rpartition(".")[2] for name, x in model.tp_plan.items() if x in kinds}
+    linear = {n.rpartition(".")[2] for n, x in model.named_modules() if type(x) is torch.nn.Linear}
+    torch.manual_seed(0)
+    options = {"r": 8, "target_modules": sorted(divided & linear), "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**options)).eval()
 
 
 @torch.no_grad()
@@ -388,7 +406,15 @@ def measure(
     expected = greedy(model, prompts, new)
     is_attention = config.model_type == "llama" or not memory_layers(config)
     with tempfile.TemporaryDirectory() as work:
-        for engine, path in files_of(model, tokenizer, Path(work) / "model", target).items():
+        files = files_of(model, tokenizer, Path(work) / "model", target)
+        if request["adapter"]:
+            model = with_adapter(model)
+            expected = greedy(model, prompts, new)
+            request = {**request, "adapter": str(Path(work) / "adapter"), "contexts": []}
+            model.save_pretrained(request["adapter"])
+            files = {engine: path for engine, path in files.items() if engine.startswith("vLLM")}
+            contexts = []
+        for engine, path in files.items():
             program = engine.partition(" by ")[0]
             if program not in environments or request["cache"] not in CACHES.get(
                 program, ("exact",)
@@ -511,6 +537,11 @@ def parse() -> argparse.Namespace:
         choices=sorted({name for names in CACHES.values() for name in names}),
         help="numbers of keys and values in the engines that have them",
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="give each model a random LoRA adapter, in vLLM alone",
+    )
     parser.add_argument("--layers", type=int, default=4, help="of random models of SmolLM2's width")
     parser.add_argument("--new", type=int, default=24, help="tokens after each prompt")
     parser.add_argument("--prompts", type=int, help="how many; default: all")
@@ -591,6 +622,7 @@ def main() -> None:
             "again": [[*longest[: len(longest) // 2], 5, 6, 7], [*longest, 5, 6, 7]],
         }
         request |= {"new": arguments.new, "contexts": table.contexts, "dtype": arguments.dtype}
+        request["adapter"] = arguments.adapter
         for name, model in table.models.items():
             if arguments.models and name not in arguments.models:
                 continue
@@ -600,7 +632,8 @@ def main() -> None:
             for cache in arguments.caches:
                 asked = {**request, "cache": cache}
                 for row in measure(model, table.tokenizer, target, asked, environments):
-                    row = {"model": name, "cache": cache, **row, **about}
+                    label = f"{name}, LoRA adapter" if arguments.adapter else name
+                    row = {"model": label, "cache": cache, **row, **about}
                     keep(table.name, row)
                     print(described(row), flush=True)
 

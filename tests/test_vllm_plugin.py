@@ -19,6 +19,7 @@ from hf_memory.cache import State
 from hf_memory.integrations.vllm import ALONE, ModelConfig
 from hf_memory.integrations.vllm.placement import (
     check,
+    check_adapters,
     divided,
     memory_layers,
     of_all_heads,
@@ -334,6 +335,7 @@ def vllm_config(config, **options):
         ),
         device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
+        lora_config=None,
     )
     vars(found.parallel_config).update(options)
     return found
@@ -385,6 +387,41 @@ def test_quantised_weights_are_refused(case):
     given.model_config.quantization = "fp8"
     with pytest.raises(ValueError, match=r"quantization must be None .* got 'fp8'"):
         ModelConfig.verify_and_update_config(given)
+
+
+def has_adapters(case):
+    """Whether the plugin says so."""
+    try:
+        check_adapters(make_config(case))
+    except ValueError:
+        return False
+    return True
+
+
+ADAPTED = [case for case in SERVED if has_adapters(case)]
+
+
+def test_kept_tokens_have_adapters_and_memories_of_whole_mixers_do_not():
+    names = {case.name for case in ADAPTED}
+    assert {"attention-kept", "attention-kept-by-head", "gla", "deltanet"} <= names
+    assert not {"rwkv7", "titans-mag", "mamba"} & names
+    given = vllm_config(make_config(CASE["titans-mag"]))
+    given.lora_config = object()
+    with pytest.raises(ValueError, match=r"enable_lora must be False for .* got True"):
+        ModelConfig.verify_and_update_config(given)
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=[case.name for case in ADAPTED])
+@torch.no_grad()
+def test_with_adapters_linear_layers_read_all_tokens_of_a_step(case, monkeypatch):
+    model = make_model(case)
+    angles = model.model.rotary_emb(torch.empty(1, 7, 32), torch.arange(7)[None])
+    for layer in memory_layers(model.config):
+        pages = Pages(model.model.layers[layer].mixer, layer, Shelf({}, torch.float32))
+        projected = pages.project(torch.randn(1, 7, 32), angles)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.nn.Linear, "forward", None)
+            pages.mix(projected, None, torch.empty(7, pages.width))
 
 
 def test_attention_alone_is_a_class_of_its_own_with_small_blocks():

@@ -301,10 +301,12 @@ class Projections(nn.Module, ABC):
         self, hidden_states: Tensor, positions: Positions | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, K], k [B, T, H, K] and v [B, T, H, V]; q and k normalised, and rotated to given positions."""
-        q, k, v = self.split_heads(
-            self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        )
+        q, k, v = self.split_heads(*self.project_each(hidden_states))
         return *self.normalize_and_rotate(q, k, positions), v
+
+    def project_each(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The projections q, k and v [B, T, channels]; an engine computes them in one product."""
+        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
 
     def normalize_and_rotate(
         self, q: Tensor, k: Tensor, positions: Positions | None
@@ -331,6 +333,8 @@ class MemoryMixer(Convertible, Projections):
     """
 
     padding_last = False  # whether `mix` is given rows with padding at the end
+    projects_all = True  # whether all linear maps of tokens are in `project` and `finish`
+    projects_positions = False  # whether `project` is all that needs positions
     has_silu = True  # silu after the short convolutions, or after the projections if there are no convolutions
     convolved = "qkv"  # what has convolutions and silu
 
@@ -575,6 +579,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid":
 
 class WholeMixer(MemoryMixer):
     """A mixer in which linear maps follow the past, so that `mix` does nearly all and gives the output."""
+
+    projects_all = False
 
     @property
     def width(self) -> int:

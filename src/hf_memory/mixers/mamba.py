@@ -18,6 +18,8 @@ class MambaMixer(MemoryMixer):
     and steps are projections of the result.
     """
 
+    projects_all = False
+
     convolved = "v"
     starts = {"D": 1.0}
 

@@ -89,6 +89,8 @@ class NeuralMemoryMixer(MemoryMixer):
     and in the momentum eta.
     """
 
+    projects_all = False
+
     # names of the gates, and initial values of their biases
     gates: dict[str, float] = {"lr": 0.0, "momentum": 0.0, "decay": -6.0}
     unit_keys = True  # whether keys and queries have unit length

@@ -87,6 +87,7 @@ class WindowedMixer(MemoryMixer):
 
     padding_last = True
     sees_positions = True  # as attention does, which also has these heads and norms
+    projects_positions = True
     heads = Projections.heads
     normalizes = Projections.normalizes
     can_have_few_bits = True  # whether keys and values can be stored in few bits
@@ -237,6 +238,9 @@ class WindowedMixer(MemoryMixer):
         tokens = tokens_read = None
         if not context.is_step(q):
             tokens, tokens_read = context.tokens_and_count(q)
+        elif all(self.is_compiled(part, q, context) for part in parts):
+            _count_one(context)
+            return [self._read_token(part, q, k, v, context) for part in parts], context.states
         outputs = []
         states: States = {}
         for part, new in zip(parts, self.new_rows(parts, k, v, context)):
@@ -249,6 +253,25 @@ class WindowedMixer(MemoryMixer):
         else:
             states["tokens_read"] = tokens_read
         return outputs, states
+
+    def is_compiled(self, part: Part, q: Tensor, context: Context) -> bool:
+        """Whether compiled code reads one token of each row for a part."""
+        is_alone = self.far is None and self.sinks is None
+        past = part.past
+        return (
+            is_alone
+            and isinstance(past, Kept | KeptByHead)
+            and past.is_compiled(q, context, self.scores)
+        )
+
+    def _read_token(self, part: Part, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        past: Any = part.past
+        q, k, v = (part.of(x)[:, 0].contiguous() for x in (q, k, v))
+        before = context.uniform_length
+        positions = tuple(before) if isinstance(before, list) else (before,) * len(q)
+        o = torch.empty_like(q)
+        past.reader(k.shape[1], context, self.scores)(q, k, v, positions, o)
+        return o[:, None]
 
     def new_rows(self, parts: list[Part], k: Tensor, v: Tensor, context: Context) -> list[New]:
         """New keys and values [B, T, H, D] of each part: stored in one call if all heads store them alike."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops import cpu
 from hf_memory.ops.precision import without_autocast
 
 BITS = (8, 4)
@@ -114,6 +115,8 @@ def group_matrix(channels: int, like: Tensor) -> Tensor:
 
 
 def _pack(x: Tensor, bits: int) -> Tensor:
+    if bits == 8 and cpu.runs(x):
+        return cpu.pack(x)
     # in float64, whose sums round to the same codes whatever their order
     return PACKING[bits](rotated(x.double()))
 

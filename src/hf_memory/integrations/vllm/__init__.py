@@ -6,6 +6,7 @@ from typing import Any
 from hf_memory.integrations.vllm.placement import (
     bits_of_engine,
     check,
+    check_adapters,
     check_processes,
     divided,
     memory_layers,
@@ -45,6 +46,8 @@ class ModelConfig:
                 "quantization must be None for models of hf_memory in vLLM, whose weights stay as they are, "
                 f"got {model.quantization!r}"
             )
+        if vllm_config.lora_config is not None:
+            check_adapters(model.hf_config)
         divided(model.hf_config, parallel.tensor_parallel_size)
         check_processes(model.hf_config, parallel.tensor_parallel_size)
         kinds = bits_of_engine(model.hf_config)

@@ -15,7 +15,11 @@ from vllm.config import CacheConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
@@ -42,12 +46,18 @@ from hf_memory.integrations.vllm.placement import (
     window_parts,
 )
 from hf_memory.integrations.vllm.states import Pages, Reading, Shelf, readings, shelves
+from hf_memory.layers import SwiGLU
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.base import Projected, Projections
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 
 NAME = "model.layers.{}.mixer"  # of the mixer of a layer
+JOINED = {  # layers that read the same and are one in vLLM
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+PART_OF = {part: (name, i) for name, parts in JOINED.items() for i, part in enumerate(parts)}
 OPERATION = "vllm::hf_memory_mix"  # at which vLLM divides its graph
 
 
@@ -89,6 +99,23 @@ class InVLLM:
     ) -> tuple[Tensor, None]:
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
         return self.middle(hidden_states, position_embeddings), None
+
+    def project_each(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """See `Projections.project_each`."""
+        joined: Any = getattr(self, "qkv_proj", None)
+        if joined is None:
+            return super().project_each(hidden_states)  # type: ignore[misc]
+        return joined(hidden_states).split(joined.output_partition_sizes, -1)
+
+
+class JoinedSwiGLU(SwiGLU):
+    """An MLP whose gate and inputs are one layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> as much."""
+        joined: Any = self.gate_up_proj
+        gate, inputs = joined(x).chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * inputs)
 
 
 @cache
@@ -228,7 +255,9 @@ direct_register_custom_op(
 
 
 class ModelForVLLM(nn.Module):
-    """A language model of this package, with the names of its parameters, or the part of it that a process has."""
+    """A language model of this package, or the part of it that a process has."""
+
+    packed_modules_mapping = JOINED
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
@@ -259,6 +288,12 @@ class ModelForVLLM(nn.Module):
 
     def _replace_linears(self, ours: PreTrainedModel) -> None:
         """Put vLLM's linear layers, which can be divided and have adapters, where the plan for parallelism has one."""
+        for name, module in list(ours.named_modules()):
+            if type(module) is SwiGLU:
+                self._join(name, module, "gate_up_proj")
+                module.__class__ = JoinedSwiGLU
+            elif type(module) in (AttentionMixer, WindowedMixer):
+                self._join(name, module, "qkv_proj")
         for name, linear in list(ours.named_modules()):
             kind = style(ours, name) if type(linear) is nn.Linear else None
             if kind in ("colwise", "rowwise"):
@@ -270,6 +305,21 @@ class ModelForVLLM(nn.Module):
                     divided = RowParallelLinear(inputs * self.size, outputs, **options)
                 divided.out_features = outputs  # as in PyTorch's, of this process
                 ours.set_submodule(name, divided)
+
+    def _join(self, name: str, module: nn.Module, joined: str) -> None:
+        """Put one linear layer in place of those of a module that read the same."""
+        parts = [module.get_submodule(part) for part in JOINED[joined]]
+        sizes = [part.out_features * self.size for part in parts]
+        one = MergedColumnParallelLinear(
+            parts[0].in_features,
+            sizes,
+            bias=parts[0].bias is not None,
+            return_bias=False,
+            prefix=f"{name}.{joined}",
+        )
+        for part in JOINED[joined]:
+            delattr(module, part)
+        setattr(module, joined, one)
 
     def _place_mixers(self, vllm_config: VllmConfig) -> None:
         """Let vLLM run attention, and keep the states of memories."""
@@ -343,6 +393,13 @@ class ModelForVLLM(nn.Module):
         own = self.state_dict(keep_vars=True)
         loaded = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
         for name, x in weights:
+            *place, part, kind = name.split(".")
+            joined, number = PART_OF.get(part, (part, 0))
+            one = ".".join([*place, joined, kind])
+            if part in PART_OF and one in own:
+                own[one].weight_loader(own[one], x, number)
+                loaded.add(one)
+                continue
             if hasattr(own[name], "weight_loader"):
                 own[name].weight_loader(own[name], x)
             else:
@@ -412,7 +469,9 @@ class AttentionForVLLM(ModelForVLLM, SupportsLoRA):
 
 
 @support_torch_compile
-class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+class MemoryForVLLM(
+    ModelForVLLM, HasInnerState, IsHybrid, SupportsLoRA, SupportsMambaPrefixCaching
+):
     """Any language model of this package, pure or hybrid, in vLLM."""
 
     @classmethod

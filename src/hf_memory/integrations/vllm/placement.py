@@ -56,6 +56,17 @@ def check(config: Any) -> None:
             )
 
 
+def check_adapters(config: Any) -> None:
+    """Raise ValueError if linear layers do not read all tokens of a step at once, as those with adapters do in vLLM."""
+    for i in memory_layers(config):
+        mixer = config.mixer_class(i)
+        if not mixer.projects_all:
+            raise ValueError(
+                f"enable_lora must be False for {config.model_type} with {mixer.__name__} in layer {i}, whose linear "
+                f"layers read sequences one after the other, got True. {ELSEWHERE}, with PEFT"
+            )
+
+
 def check_processes(config: Any, size: int) -> None:
     """Raise ValueError if some of so many processes have attention of vLLM and others none, which vLLM cannot start."""
     full = config.full_attention_heads or []

@@ -39,6 +39,7 @@ class Shelf:
         """States of fixed size by layer; `dtype` is that of the model."""
         self.places: dict[int, dict[str, Place]] = {layer: {} for layer in specs}
         self._pages: dict[int, Tensor] = {}
+        self.bindings = 0  # how often pages were given
         self._states: dict[int, States] = {}
         self._apart: dict[int, dict[tuple[int, ...], States]] = {}  # of the last step, by layer
         ends = dict.fromkeys(specs, 0)
@@ -59,6 +60,7 @@ class Shelf:
     def bind(self, layer: int, pages: Tensor) -> None:
         """Use a layer's pages [sequences, bytes] of uint8, which may be longer than `size`."""
         self._pages[layer] = pages
+        self.bindings += 1
         self._states.clear()
         self._apart.clear()
 
@@ -113,9 +115,9 @@ class Reading(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """Rows x [tokens of the step, ...] of these tokens, [N, T, ...]; a view if these are all."""
-        return (
-            x.unflatten(0, self.tokens.shape) if self.tokens.numel() == len(x) else x[self.tokens]
-        )
+        if self.tokens.numel() < x.shape[0]:
+            return x[self.tokens]
+        return x.view(*self.tokens.shape, *x.shape[1:])
 
 
 def readings(bounds: Tensor, lengths: Tensor, slots: Mapping[int, Tensor]) -> list[Reading]:
@@ -160,6 +162,12 @@ class Pages:
         self.layer = layer
         self.bits = mixer.default_bits
         self.spec = mixer.spec
+        self.backend = mixer.backend
+        self._own_pages = sorted({place.page for place in shelf.places.get(layer, {}).values()})
+        self._pages_of_reader: list[list[int]] = []
+        self._reader: Any = None
+        self._counts: list[Tensor] = []
+        self._has_rounded_states = any(state.numbers is not None for state in self.spec.values())
         grows = any(state.growth != "fixed" for state in self.spec.values())
         # the parts of its heads that it reads itself, if the engine has attention of its own for others
         self.parts: Any = [x for x in self.mixer.parts if x.is_near] if grows else None
@@ -178,7 +186,8 @@ class Pages:
     @property
     def _can_be_apart(self) -> bool:
         """Whether the mixer reads one token of each sequence with states that are anywhere in memory."""
-        if not isinstance(self.mixer, WindowedMixer) or isinstance(self.mixer, ForgettingHeads):
+        is_window = isinstance(self.mixer, WindowedMixer)
+        if not is_window or isinstance(self.mixer, ForgettingHeads) or self._has_rounded_states:
             return False
         parts = self.mixer.parts if self.parts is None else self.parts
         return all(isinstance(part.past, Kept | KeptByHead) for part in parts)
@@ -225,17 +234,19 @@ class Pages:
         """The first step, for hidden states [1, T, hidden_size] and the angles of `read`: tensors [T, ...] by name."""
         positions = Positions(*angles) if self.mixer.sees_positions else None
         projected = self.mixer.project(hidden_states, positions)
-        if positions is not None:
+        if positions is not None and not self.mixer.projects_positions:
             projected = projected | positions._asdict()
         return {name: x[0] for name, x in projected.items()}
 
     def mix(self, projected: Projected, steps: list[Reading] | None, mixed: Tensor) -> None:
         """The second step, into `mixed` [T, width]. Without steps the tokens are one text that is not kept."""
-        T = len(mixed)
+        T = mixed.shape[0]
         if steps is None:
             tokens = torch.arange(T, device=mixed.device)[None]
             found, _ = self._mixed(projected, Reading(tokens, {}, [0], {}), {}, 0)
             mixed.copy_(found[0])
+            return
+        if len(steps) == 1 and self._read_token(projected, steps[0], mixed):
             return
         if sum(step.tokens.numel() for step in steps) < T:
             mixed.zero_()
@@ -245,6 +256,50 @@ class Pages:
                 mixed.copy_(found.flatten(0, 1))
             else:
                 mixed[step.tokens] = found
+
+    def _read_token(self, projected: Projected, step: Reading, mixed: Tensor) -> bool:
+        """Let compiled code read one token of each sequence into `mixed`; whether it takes the states of this layer."""
+        N, T = step.tokens.shape
+        if T > 1 or mixed.shape[0] > N or not step.numbers or not step.before[0]:
+            return False
+        # in other memory the same pages need another reader
+        pages = [[self.shelf.bindings], *(step.numbers[page] for page in self._own_pages)]
+        if pages != self._pages_of_reader:
+            self._pages_of_reader = pages
+            self._reader = self._new_reader(projected, step)
+        if self._reader is None:
+            return False
+        q, k, v = (projected[name] for name in "qkv")
+        if not self._reader(q, k, v, tuple(step.before), mixed):
+            return False
+        for count in self._counts:
+            count.add_(1)
+        return True
+
+    def _new_reader(self, projected: Projected, step: Reading) -> Any:
+        """What reads tokens of these sequences, or None."""
+        if not self._can_be_apart:
+            return None
+        parts = self.mixer.parts if self.parts is None else self.parts
+        if len(parts) != 1 or len(parts[0].slices) > 1:
+            return None
+        rows = self.shelf.apart(self.layer, step.numbers)
+        states = {name: [row[name] for row in rows] for name in rows[0]}
+        context = Context(
+            None,
+            None,
+            None,
+            states,
+            uniform_length=step.before,
+            bits=self.bits,
+            backend=self.backend,
+        )
+        (part,) = parts
+        if not self.mixer.is_compiled(part, step.of(projected["q"]), context):
+            return None
+        self._counts = states["tokens_read"]
+        among = part.slices[0] if part.slices else slice(0, None, 1)
+        return part.past.reader(len(part.heads), context, self.mixer.scores, among=among)
 
     def _mixed_step(self, projected: Projected, step: Reading) -> Tensor:
         """Results [N, T, width] for the tokens of a reading, with the states in their pages.
@@ -296,15 +351,16 @@ class Pages:
         angles = [of_step.pop(name) for name in Positions._fields if name in of_step]
         positions = Positions(*angles) if angles else None
         like = next(iter(of_step.values()))
-        numbers = states if isinstance(before, list) else in_numbers(states, self.spec, like.dtype)
+        if self._has_rounded_states:
+            states = in_numbers(states, self.spec, like.dtype)
         context = Context(
             positions,
             None,
             None,
-            nested(numbers),
+            nested(states) if self.mixer.has_parts else states,
             uniform_length=before,
             bits=self.bits,
-            backend=self.mixer.backend,
+            backend=self.backend,
         )
         if self.parts is None:
             mixed, after = self.mixer.mix(of_step, context)
@@ -313,11 +369,13 @@ class Pages:
             nothing = like.new_empty(*like.shape[:2], 0)
             found = [x.flatten(2) for x in outputs] or [nothing]
             mixed = found[0] if len(found) == 1 else torch.cat(found, -1)
-        return mixed, after if isinstance(before, list) else as_stored(flat(after), self.spec)
+        after = flat(after) if self.mixer.has_parts else after
+        return mixed, as_stored(after, self.spec) if self._has_rounded_states else after
 
 
 def _write(own: States, states: States) -> None:
     """Write states into the views of one sequence, unless they were changed there."""
     for name, x in own.items():
-        if x.data_ptr() != states[name].data_ptr():
-            x.copy_(states[name])
+        after = states[name]
+        if x is not after and x.data_ptr() != after.data_ptr():
+            x.copy_(after)

@@ -18,18 +18,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils.import_utils import is_tracing
 
-from hf_memory.cache import Spec, State, States
+from hf_memory.cache import Spec, State, States, storage_of
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts.policy import POLICIES
 from hf_memory.mixers.pasts.rows import New, Seen, states_of_rows, take
+from hf_memory.ops import cpu
 from hf_memory.ops.exported import first_tokens
 from hf_memory.ops.kv_eviction import Rule, retained_attention
 from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at, score_after
 from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import Tokens
 from hf_memory.ops.rows import Rows
+
+IN_BYTES = Rows(8, 8)
 
 
 class Entries(NamedTuple):
@@ -120,6 +123,37 @@ class Kept(NamedTuple):
         attended = seen.attend_with_mass(q, scores)
         self._end_blocks(new, context, scores, ends)
         return attended
+
+    def is_compiled(self, q: Tensor, context: Context, scores: Scores) -> bool:
+        """Whether compiled code reads one token of each row, q [B, 1, H, groups, D]: in 8 bits on a CPU."""
+        return (
+            context.backend == "auto"
+            and context.uniform_length is not None
+            and scores.is_product
+            and storage_of(context.bits, self.kind) == IN_BYTES
+            and cpu.reads_token(Entries.among(context.states, self.prefix), q, self.policy)
+        )
+
+    def reader(
+        self, heads: int, context: Context, scores: Scores, **options: Any
+    ) -> cpu.TokenReader:
+        """What reads tokens where `is_compiled`, after each other in the states of a context, of so many heads."""
+        return self.reader_of((self.size,) * heads, context, scores, **options)
+
+    def reader_of(
+        self, sizes: tuple[int, ...], context: Context, scores: Scores, **options: Any
+    ) -> cpu.TokenReader:
+        """The same for heads with these numbers of entries."""
+        return cpu.TokenReader(
+            Entries.among(context.states, self.prefix),
+            sizes,
+            first=self.first,
+            window=self.window,
+            policy=self.policy,
+            scale=scores.scaling,
+            softcap=scores.softcap,
+            **options,
+        )
 
     def numbers(self, states: States) -> Sequence[Tensor]:
         """The numbers of the tokens that each head holds, from 1, [B, entries] each; 0: no token."""

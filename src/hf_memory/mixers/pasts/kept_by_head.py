@@ -7,7 +7,6 @@ read in one product instead: each sees the rows of its head.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Self
 
@@ -19,6 +18,7 @@ from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts.kept import Entries, Kept, ending, if_any, write_rows
 from hf_memory.mixers.pasts.rows import New, Seen, states_of_rows
+from hf_memory.ops import cpu
 from hf_memory.ops.masks import Tokens
 
 
@@ -157,6 +157,16 @@ class KeptByHead(NamedTuple):
         ]
         return _of_heads(read)
 
+    def is_compiled(self, q: Tensor, context: Context, scores: Scores) -> bool:
+        """See `Kept.is_compiled`."""
+        return self.runs[0].past.is_compiled(q, context, scores)
+
+    def reader(
+        self, heads: int, context: Context, scores: Scores, **options: Any
+    ) -> cpu.TokenReader:
+        """See `Kept.reader`."""
+        return self.runs[0].past.reader_of(self.sizes, context, scores, **options)
+
     def numbers(self, states: States) -> Sequence[Tensor]:
         """See `Kept.numbers`."""
         return states[f"{self.prefix}number"].split(self.sizes, 1)
@@ -169,9 +179,7 @@ class KeptByHead(NamedTuple):
 
     def _are_read_together(self, q: Tensor, context: Context, scores: Scores) -> bool:
         """Whether queries of all heads are read in one product: on a CPU, of entries in one tensor, without gates."""
-        is_on_cpu = q.device.type == "cpu" and context.backend != "triton"
-        is_apart = isinstance(context.states[f"{self.prefix}number"], list)
-        return is_on_cpu and not is_apart and scores.is_product
+        return q.device.type == "cpu" and context.backend != "triton" and scores.is_product
 
     def _each_run(
         self, q: Tensor, new: New, context: Context
@@ -208,37 +216,62 @@ class KeptByHead(NamedTuple):
             for name in of_runs[0]
         }
 
-    def _write(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Tensor | None]:
+    def _write(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Any]:
         """Write one token of each row in place: what it sees, and whose blocks end with it, as `Kept` has them."""
+        if isinstance(context.states[f"{self.prefix}number"], list):
+            return self._write_apart(q, new, context)
         held = Entries.among(context.states, self.prefix)
-        block = self.runs[0].past.block
-        position = context.uniform_length
-        if position is None:
-            read = context.states["tokens_read"][:, None]
-            place = read % block
-            at = place + torch.tensor(self.blocks, device=q.device)
-            rows = (x.select(1, 0) for x in (new.stored_keys, new.stored_values))
-            for x, y in zip(held.of_tokens, (*rows, (read + 1).int())):
-                write_rows(x, at, y, dim=1)
-            write_rows(held.queries, place[:, None], q.flatten(2, 3).transpose(1, 2), dim=2)
-            ends = ending(place[:, None], block)
+        if context.uniform_length is None:
+            ends = self._write_padded(held, q, new, context)
         else:
-            place = position % block
-            at = torch.tensor([x + place for x in self.blocks], device=q.device)
-            held.keys.index_copy_(1, at, new.stored_keys.select(1, 0).to(held.keys.dtype))
-            held.values.index_copy_(1, at, new.stored_values.select(1, 0).to(held.values.dtype))
-            held.number.index_fill_(1, at, position + 1)
-            held.queries.select(2, place).copy_(q.flatten(1, 3))
-            ends = held.number.new_ones(1, 1, 1, dtype=torch.bool) if place == block - 1 else None
-        visible = (held.number > 0)[:, None, None] & _rows_of_queries(
-            self.sizes, self.runs[0].past.groups, q
-        )
-        seen = Seen(held.keys[:, None], held.values[:, None], visible, new.rows, context.backend)
+            ends = self._write_at(held, q, new, context.uniform_length)
+        keys, values, number = (x.unsqueeze(1) for x in held.of_tokens)
+        seen = Seen(keys, values, number > 0, new.rows, context.backend, self.sizes)
         return seen, ends
 
-    def _end_blocks(self, new: New, context: Context, scores: Scores, ends: Tensor | None) -> None:
+    def _write_at(self, held: Entries, q: Tensor, new: New, position: int) -> Tensor | None:
+        """Write tokens at the same position of each row; the result says if blocks end."""
+        block = self.runs[0].past.block
+        place = position % block
+        at = torch.tensor([x + place for x in self.blocks], device=q.device)
+        held.keys.index_copy_(1, at, new.stored_keys.select(1, 0).to(held.keys.dtype))
+        held.values.index_copy_(1, at, new.stored_values.select(1, 0).to(held.values.dtype))
+        held.number.index_fill_(1, at, position + 1)
+        held.queries.select(2, place).copy_(q.flatten(1, 3))
+        return held.number.new_ones(1, 1, 1, dtype=torch.bool) if place == block - 1 else None
+
+    def _write_apart(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Any]:
+        """The same for rows whose states are anywhere in memory."""
+        rows = context.each_row()
+        held = [Entries.among(alone.states, self.prefix) for alone in rows]
+        ends = [
+            self._write_at(entries, q[i : i + 1], new.row(i), alone.uniform_length)
+            for i, (entries, alone) in enumerate(zip(held, rows))
+        ]
+        keys, values = ([x[i] for x in held] for i in range(2))
+        visible = torch.cat([entries.number for entries in held])[:, None] > 0
+        seen = Seen(keys, values, visible, new.rows, context.backend, self.sizes)
+        return seen, None if all(x is None for x in ends) else ends
+
+    def _write_padded(self, held: Entries, q: Tensor, new: New, context: Context) -> Tensor | None:
+        """The same for rows that may have read different numbers of tokens before."""
+        block = self.runs[0].past.block
+        read = context.states["tokens_read"][:, None]
+        place = read % block
+        at = place + torch.tensor(self.blocks, device=q.device)
+        rows = (x.select(1, 0) for x in (new.stored_keys, new.stored_values))
+        for x, y in zip(held.of_tokens, (*rows, (read + 1).int())):
+            write_rows(x, at, y, dim=1)
+        write_rows(held.queries, place[:, None], q.flatten(2, 3).transpose(1, 2), dim=2)
+        return ending(place[:, None], block)
+
+    def _end_blocks(self, new: New, context: Context, scores: Scores, ends: Any) -> None:
         """Keep, in place, the best entries of rows whose blocks end."""
         if ends is None:
+            return
+        if isinstance(ends, list):
+            for alone, of_row in zip(context.each_row(), ends):
+                self._end_blocks(new, alone, scores, of_row)
             return
 
         def keep_best(*given: Tensor) -> None:
@@ -253,22 +286,3 @@ def _of_heads(attended: Sequence[Attended]) -> Attended:
     """The outputs of all heads, and the logarithms of their mass."""
     outputs, masses = zip(*attended)
     return torch.cat(outputs, 2), torch.cat(masses, 2)
-
-
-def _rows_of_queries(sizes: tuple[int, ...], groups: int, like: Tensor) -> Tensor:
-    """Which entries are of the head of a query, [HQ, entries] bool."""
-    is_plain = type(like) is Tensor and not torch.compiler.is_compiling()
-    make = _kept_mask if is_plain else _new_mask  # a mask without data must not be kept
-    return make(sizes, groups, like.device)
-
-
-def _new_mask(sizes: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
-    heads = torch.arange(len(sizes), device=device)
-    of_entry = heads.repeat_interleave(torch.tensor(sizes, device=device), output_size=sum(sizes))
-    return heads.repeat_interleave(groups)[:, None] == of_entry
-
-
-@lru_cache
-def _kept_mask(sizes: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return _new_mask(sizes, groups, device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_memory.cache import State, storage_of
 from hf_memory.mixers.attention_blocks import Attended, Blocks, Columns, Scores, near_blocks
 from hf_memory.mixers.base import Context
-from hf_memory.ops.attention_in_bits import attention_in_bits, reads_bytes
+from hf_memory.ops.attention_in_bits import attention_in_bits, reads_bytes, seen_by_queries
 from hf_memory.ops.dispatch import Backend
 from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import Tokens
@@ -80,10 +80,11 @@ class Seen(NamedTuple):
 
     keys: Any  # [B, H, S, D]; or those of each row, [H, S, D], anywhere in memory
     values: Any
-    # [B or 1, 1 or H, S] bool, which of them exist; or [B or 1, 1 or H, groups, S], which each query sees; None: all
-    visible: Tensor | None
+    visible: Tensor | None  # [B or 1, 1 or H, S] bool, which of them exist; None: all
     rows: Rows
     backend: Backend
+    # if heads have different numbers of entries: these, which are S together; H is 1 then
+    sizes: tuple[int, ...] | None = None
 
     def attend(self, q: Tensor, scores: Scores) -> Tensor:
         """Attention of queries [B, 1, H, groups, D]: outputs [B, 1, H, groups, V]."""
@@ -96,10 +97,7 @@ class Seen(NamedTuple):
         if not scores.is_plain:
             return self.attend_with_mass(q, scores)[0].unflatten(2, q.shape[2:4])
         keys, values = self._numbers(q)
-        visible = self.visible
-        if visible is not None and visible.ndim == 3:
-            visible = visible[:, :, None]
-        return scores.attend_one(q, keys, values, visible)
+        return scores.attend_one(q, keys, values, self._seen_by(q))
 
     def attend_with_mass(self, q: Tensor, scores: Scores) -> Attended:
         """Outputs [B, 1, HQ, V] of queries [B, 1, H, groups, D], and the logarithms of their mass [B, 1, HQ]."""
@@ -111,13 +109,11 @@ class Seen(NamedTuple):
             outputs, masses = zip(*(row.attend_with_mass(x, scores) for row, x in rows))
             return torch.cat(outputs), torch.cat(masses)
         keys, values = (x.transpose(1, 2) for x in self._numbers(q))
-        visible = self.visible
-        if visible is not None and visible.ndim == 4:
+        visible = self._seen_by(q)
+        if visible is not None:
+            if visible.shape[1] * visible.shape[2] > 1:
+                visible = visible.expand(-1, *q.shape[2:4], -1)
             visible = visible.flatten(1, 2)[:, :, None]
-        elif visible is not None:
-            visible = visible[:, :, None]
-            if visible.shape[1] > 1:
-                visible = visible.repeat_interleave(q.shape[3], 1)
         by_head = q.flatten(2, 3)
         return scores.attend_with_mass(Blocks(by_head, keys, values, visible, None, None))  # type: ignore[arg-type]
 
@@ -139,9 +135,14 @@ class Seen(NamedTuple):
             scale=scores.scaling,
             softcap=scores.softcap,
             needs_mass=needs_mass,
+            sizes=self.sizes,
             backend=self.backend,
         )
         return o[:, None], None if mass is None else mass.flatten(1)[:, None]
+
+    def _seen_by(self, q: Tensor) -> Tensor | None:
+        """Which entries queries [B, 1, H, groups, D] see, [B or 1, 1 or H, 1 or groups, S] bool; None: all."""
+        return seen_by_queries(self.visible, self.sizes, q[:, 0])
 
     def _numbers(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, S, D] with as many channels as queries have, in their dtype."""

@@ -33,6 +33,8 @@ class TransformerMixer(MemoryMixer):
     Subclasses attend to some of the tokens, or to what stands for them.
     """
 
+    projects_all = False
+
     takes_packed = True  # whether `attend` keeps packed sequences apart
     can_have_few_bits = True  # whether keys and values can be stored in few bits
 

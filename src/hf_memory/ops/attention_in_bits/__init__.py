@@ -1,11 +1,13 @@
 """Attention of one token to keys and values in 8 or 4 bits, which are read as they are stored."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_memory.ops import cpu
 from hf_memory.ops.attention_in_bits import chunk
 from hf_memory.ops.bits import GROUP, packed_bytes, rotated
 from hf_memory.ops.dispatch import MAX_KERNEL_DIM, Backend, choose_backend
@@ -25,6 +27,7 @@ def attention_in_bits(
     scale: float,
     softcap: float | None = None,
     needs_mass: bool = True,
+    sizes: tuple[int, ...] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Any]:
     """Softmax attention of one token of each row to packed rows, see `hf_memory.ops.bits`; without gradients.
@@ -32,19 +35,21 @@ def attention_in_bits(
         o = sum_j p_j v_j,   p = softmax_j(scale q k_j),   over the entries j that are visible
 
     The definition unpacks keys and values. In PyTorch, products of codes are faster, see `chunk`. Kernels read bytes,
-    so that what they read of memory falls with the bits. Both turn queries and outputs in place of keys and values.
+    so that what they read of memory falls with the bits; on a CPU that of 8 bits is compiled, see
+    `hf_memory.ops.cpu`. All turn queries and outputs in place of keys and values.
 
     Args:
         q: queries [B, H, G, D], the G queries of each head of keys.
         keys: [B, H, S, bytes] uint8, or B tensors [H, S, bytes] anywhere in memory, of `packed_bytes(D, bits)` each.
         values: the same.
-        visible: [B or 1, H or 1, S] bool, which entries there are; or [B or 1, H or 1, G, S], which of them each query
-            sees, for which there is no kernel; None: all.
+        visible: [B or 1, H or 1, S] bool, which entries there are; None: all.
         rows: the bits of keys and of values, 8 or 4 each.
         scale: factor of the products of queries and keys.
         softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
         needs_mass: whether the mass of the softmax is asked for.
-        backend: "triton", "chunk", which is PyTorch, or "auto": the kernel on CUDA where there is one.
+        sizes: the numbers of entries of several heads, which are S together; H is 1 then, and the G queries are those
+            of these heads in turn. For this there is no kernel on CUDA. None: heads have equal numbers, S.
+        backend: "triton", "chunk", which is PyTorch, or "auto": the kernel where there is one.
 
     Returns:
         The outputs [B, H, G, D], zero for a row that sees nothing; and the logarithms of their mass in the softmax
@@ -59,9 +64,11 @@ def attention_in_bits(
     _check("keys", keys, (B, H, S, packed_bytes(D, both.key_bits)), q)
     _check("values", values, (B, H, S, packed_bytes(D, both.value_bits)), q)
     how = scale, softcap or 0.0
-    chosen = choose_backend(backend, q, kernel_refuses(q, visible))
-    if visible is not None and chosen != "triton":
-        visible = visible if visible.ndim == 4 else visible.unsqueeze(2)
+    chosen = choose_backend(backend, q, kernel_refuses(q, sizes))
+    if backend == "auto" and rows == Rows(8, 8) and cpu.runs(q):
+        return cpu.attention(q, keys, values, visible, sizes, *how)
+    if chosen != "triton":
+        visible = seen_by_queries(visible, sizes, q)
     if chosen == "chunk" and (D % GROUP == 0 or rows == Rows(8, 8)):
         parts = _parts(keys), _parts(values)
         o, mass = without_autocast(chunk.attention, q, *parts, visible, rows, *how, needs_mass)
@@ -110,10 +117,10 @@ def reads_bytes(q: Tensor, backend: str) -> bool:
     return choose_backend(backend, q, kernel_refuses(q)) != "reference"
 
 
-def kernel_refuses(q: Tensor, visible: Tensor | None = None) -> str | None:
+def kernel_refuses(q: Tensor, sizes: tuple[int, ...] | None = None) -> str | None:
     """Why no kernel reads packed rows for queries [..., D], as a clause; None if one does."""
-    if visible is not None and visible.ndim == 4:
-        return "visible differs between the queries of a head"
+    if sizes is not None:
+        return "heads have different numbers of entries"
     if torch.is_grad_enabled():
         return "it has gradients"
     if q.dtype == torch.float64:
@@ -121,6 +128,32 @@ def kernel_refuses(q: Tensor, visible: Tensor | None = None) -> str | None:
     if q.shape[-1] > MAX_KERNEL_DIM:
         return f"D must be at most {MAX_KERNEL_DIM}, got {q.shape[-1]}"
     return None
+
+
+def seen_by_queries(
+    visible: Tensor | None, sizes: tuple[int, ...] | None, q: Tensor
+) -> Tensor | None:
+    """Which entries each query [B, H, G, D] sees, [B or 1, H or 1, G or 1, S] bool, for arguments of the op."""
+    seen = None if visible is None else visible.unsqueeze(2)
+    if sizes is None:
+        return seen
+    # a mask without data must not be kept
+    is_plain = type(q) is Tensor and not torch.compiler.is_compiling()
+    make = _kept_mask if is_plain else _new_mask
+    own = make(sizes, q.shape[2] // len(sizes), q.device)
+    return own if seen is None else seen & own
+
+
+def _new_mask(sizes: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
+    heads = torch.arange(len(sizes), device=device)
+    of_entry = heads.repeat_interleave(torch.tensor(sizes, device=device), output_size=sum(sizes))
+    return heads.repeat_interleave(groups)[:, None] == of_entry
+
+
+@lru_cache
+def _kept_mask(sizes: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return _new_mask(sizes, groups, device)
 
 
 def _attention(

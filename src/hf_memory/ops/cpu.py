@@ -1,0 +1,283 @@
+"""Compiled code for rows in 8 bits on a CPU, `cpu.cpp`, which is used where there is a C++ compiler.
+
+It is compiled when it is first needed, in two seconds, and kept in the user's cache for later processes. PyTorch has no
+operation for what it does: there, codes become numbers in memory before they are multiplied.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# sums in any order, which vectors need; numbers that are not finite stay so
+FLAGS = "-std=c++17 -O3 -shared -fPIC -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
+OF_PROCESSOR = {  # by the name of PyTorch for what its own code uses
+    "AVX2": "-mavx2 -mfma",
+    "AVX512": "-mavx2 -mfma -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512",
+}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+WIDEST = 256  # channels of a head
+SCALE = 2  # bytes of the scale of a row
+POLICIES = ("received_attention", "change_of_output")  # of kept tokens
+
+_LONG = ctypes.c_int64
+_INT = ctypes.c_int
+_FLOAT = ctypes.c_float
+_POINTER = ctypes.c_void_p
+ARGUMENTS = {  # types of those of each function
+    "pack": [_LONG, _INT, _POINTER, _POINTER],
+    "attend": [
+        *(_LONG, _LONG, _INT, _INT),
+        *(_POINTER, _POINTER, _POINTER, _LONG),
+        *(_POINTER, _POINTER, _POINTER, _LONG),
+        *(_POINTER, _LONG, _LONG),
+        *(_FLOAT, _FLOAT, _POINTER, _POINTER),
+    ],
+    "read_token": [
+        *(_LONG, _LONG, _INT, _INT),
+        *(_INT, _INT, _INT, _INT, _FLOAT, _FLOAT),
+        *[_POINTER] * 7,
+        *[_POINTER, _LONG, _LONG] * 3,
+        _POINTER,
+    ],
+}
+
+
+@lru_cache
+def library() -> Any:
+    """The functions of `cpu.cpp`; None without a C++ compiler, which the variable CXX can name."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None or os.name != "posix":
+        return None
+    of_processor = OF_PROCESSOR.get(torch.backends.cpu.get_cpu_capability(), "")
+    command = [compiler, *FLAGS.split(), *of_processor.split()]
+    made_of = "\n".join([SOURCE.read_text(), platform.machine(), *command])
+    name = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    file = Path(cache) / "hf_memory" / f"{name}.so"
+    try:
+        if not file.exists():
+            _compile(command, file)
+        return _declared(ctypes.CDLL(str(file)))
+    except (OSError, subprocess.CalledProcessError) as fault:
+        said = getattr(fault, "stderr", None) or fault
+        warnings.warn(
+            f"{compiler} cannot compile {SOURCE.name}, so PyTorch runs: {said}", stacklevel=2
+        )
+        return None
+
+
+def _compile(command: list[str], file: Path) -> None:
+    """Compile a file that other processes see only when it is complete."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        partial = Path(folder) / file.name
+        given = [*command, str(SOURCE), "-o", str(partial)]
+        subprocess.run(given, check=True, capture_output=True, text=True)
+        partial.replace(file)
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    for dtype in DTYPES.values():
+        for name, arguments in ARGUMENTS.items():
+            function = getattr(library, f"{name}_{dtype}")
+            function.argtypes = arguments
+            function.restype = None
+    return library
+
+
+def runs(x: Tensor) -> bool:
+    """Whether compiled code takes rows x [..., D]: on a CPU in float32 or bfloat16, without gradients or graphs."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype in DTYPES
+        and type(x) is Tensor
+        and x.shape[-1] % 2 == 0
+        and x.shape[-1] <= WIDEST
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and library() is not None
+    )
+
+
+def pack(x: Tensor) -> Tensor:
+    """See `hf_memory.ops.bits.pack`, in 8 bits."""
+    D = x.shape[-1]
+    x = x.contiguous()
+    packed = x.new_empty((*x.shape[:-1], SCALE + D), dtype=torch.uint8)
+    run = getattr(library(), f"pack_{DTYPES[x.dtype]}")
+    run(x.numel() // D, D, x.data_ptr(), packed.data_ptr())
+    return packed
+
+
+def attention(
+    q: Tensor,
+    keys: Tensor | Sequence[Tensor],
+    values: Tensor | Sequence[Tensor],
+    visible: Tensor | None,
+    sizes: tuple[int, ...] | None,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """See `hf_memory.ops.attention_in_bits`, in 8 bits."""
+    B, H, G, D = q.shape
+    of_row, of_head, of_group, of_channel = q.stride()
+    if of_channel != 1 or of_group != D:
+        q = q.contiguous()
+        of_row, of_head, *_ = q.stride()
+    *_, of_head_of_keys, of_entry, _ = (keys if isinstance(keys, Tensor) else keys[0]).stride()
+    seen = None
+    of_seen_row = of_seen_head = 0
+    if visible is not None:
+        visible = visible.expand(B, H, -1)
+        seen = visible.data_ptr()
+        of_seen_row, of_seen_head, _ = visible.stride()
+    if sizes is None:
+        S = (keys if isinstance(keys, Tensor) else keys[0]).shape[-2]
+        places = _alike(H, S, of_head_of_keys, of_seen_head)
+    else:
+        places = _in_turn(sizes, of_entry)
+        H = len(sizes)
+        G //= H
+        of_head = G * D
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    mass = q.new_empty(q.shape[:3], dtype=torch.float32)
+    run = getattr(library(), f"attend_{DTYPES[q.dtype]}")
+    run(
+        *(B, H, G, D),
+        *(*places, of_entry),
+        *(_addresses(keys), _addresses(values), seen, of_seen_row),
+        *(q.data_ptr(), of_row, of_head),
+        *(scale, softcap, o.data_ptr(), mass.data_ptr()),
+    )
+    return o, mass
+
+
+def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
+    """Whether a `TokenReader` takes these states, and queries q [..., D]."""
+    if policy not in POLICIES or not runs(q):
+        return False
+    queries = held[-1]
+    if isinstance(queries, Tensor):
+        return queries.dtype == q.dtype and all(x.is_contiguous() for x in held)
+    return queries[0].dtype == q.dtype and all(x.is_contiguous() for rows in held for x in rows)
+
+
+class TokenReader:
+    """Writes one token of each row among kept tokens in 8 bits, reads them, and ends the block that ends, in place.
+
+    It can be called for each token of the same rows, as long as their states stay where they are.
+
+    Args:
+        held: keys, values, numbers, scores and queries, as `hf_memory.mixers.pasts.kept` has them: the entries of all
+            heads in turn, in a tensor with a row for each sequence, or a list of rows anywhere in memory.
+        sizes: the number of entries of each head.
+        first: how many first tokens always stay.
+        window: how many last tokens always stay.
+        policy: one of `POLICIES`, by which others stay.
+        scale: factor of the products of queries and keys.
+        softcap: cap of these, or None.
+        among: which of the heads of queries, keys and values these are.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Any],
+        sizes: tuple[int, ...],
+        *,
+        first: int,
+        window: int,
+        policy: str,
+        scale: float,
+        softcap: float | None,
+        among: slice = slice(0, None, 1),
+    ):
+        queries = held[-1] if isinstance(held[-1], Tensor) else held[-1][0]
+        H = len(sizes)
+        c, D = queries.shape[-2:]
+        self.rows = len(held[-1])
+        self.among = among
+        self.run = getattr(library(), f"read_token_{DTYPES[queries.dtype]}")
+        self.numbers = self.rows, H, queries.shape[1] // H, D
+        self.rule = c, first, window, policy == "change_of_output", scale, softcap or 0.0
+        self.sizes = _longs(sizes)
+        self.held = tuple(map(_addresses, held))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: tuple[int, ...], o: Tensor
+    ) -> bool:
+        """Write outputs into o, contiguous [B, H, G, D]; False: nothing is done, since rows have other strides.
+
+        Args:
+            q: queries [B, heads, G, D].
+            k: keys [B, heads, D].
+            v: values [B, heads, D].
+            positions: the number of tokens that each row has read before.
+            o: the outputs.
+        """
+        D = self.numbers[3]
+        if q.stride()[2:] != (D, 1) or k.stride(2) != 1 or v.stride(2) != 1:
+            return False
+        self.run(
+            *self.numbers,
+            *self.rule,
+            self.sizes,
+            _longs(positions),
+            *self.held,
+            *self._heads_of(q),
+            *self._heads_of(k),
+            *self._heads_of(v),
+            o.data_ptr(),
+        )
+        return True
+
+    def _heads_of(self, x: Tensor) -> tuple[int, int, int]:
+        """Where the heads begin in rows [B, heads, ...], and the distances of rows and of heads in numbers."""
+        of_row, of_head = x.stride()[:2]
+        first = x.data_ptr() + self.among.start * of_head * x.itemsize
+        return first, of_row, self.among.step * of_head
+
+
+@lru_cache(maxsize=1024)
+def _alike(heads: int, count: int, of_head: int, of_visible: int) -> tuple[Any, Any, Any]:
+    """Where each head begins in bytes, how many entries it has, and where it begins in what is visible."""
+    places = range(heads)
+    first = _longs(tuple(of_head * h for h in places))
+    return first, _longs((count,) * heads), _longs(tuple(of_visible * h for h in places))
+
+
+@lru_cache(maxsize=1024)
+def _in_turn(sizes: tuple[int, ...], of_entry: int) -> tuple[Any, Any, Any]:
+    """The same for heads whose entries come after those of the head before."""
+    first = (0, *accumulate(sizes[:-1]))
+    return _longs(tuple(of_entry * x for x in first)), _longs(sizes), _longs(first)
+
+
+@lru_cache(maxsize=1024)
+def _longs(numbers: tuple[int, ...]) -> Any:
+    return (_LONG * len(numbers))(*numbers)
+
+
+def _addresses(rows: Tensor | Sequence[Tensor]) -> Any:
+    """Where each row begins."""
+    if isinstance(rows, Tensor):
+        first = rows.data_ptr()
+        size = rows.stride(0) * rows.itemsize
+        places = [first + i * size for i in range(rows.shape[0])]
+    else:
+        places = [x.data_ptr() for x in rows]
+    return (_POINTER * len(places))(*places)

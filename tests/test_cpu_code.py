@@ -1,0 +1,203 @@
+"""Compiled code for rows in 8 bits on a CPU computes what PyTorch computes."""
+
+import subprocess
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from comparing import assert_close, in_float64
+from hf_memory.cache_bits import CacheBits
+from hf_memory.mixers.attention_blocks import Scores
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.kept_by_head import KeptByHead
+from hf_memory.mixers.pasts.rows import New
+from hf_memory.ops import cpu
+from hf_memory.ops.attention_in_bits import attention_in_bits
+from hf_memory.ops.bits import pack, unpack
+from hf_memory.ops.rows import Rows
+
+IN_BYTES = Rows(8, 8)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+channels = pytest.mark.parametrize("D", [6, 64, 80, 128])
+EQUAL = Kept(window=6, first=2, kept=7, block=5, groups=3)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def in_pytorch(monkeypatch):
+    """A function that computes a call without compiled code."""
+
+    def run(call):
+        with monkeypatch.context() as patched:
+            patched.setattr(cpu, "library", lambda: None)
+            return call()
+
+    return run
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_there_is_a_compiler():
+    assert cpu.library() is not None
+
+
+@channels
+@both_dtypes
+def test_rows_are_packed_in_the_same_bytes(dtype, D, in_pytorch):
+    x = randn(3, 40, D).to(dtype)
+    x[0] *= 1e-30
+    assert (pack(x, 8) == in_pytorch(lambda: pack(x, 8))).all()
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_a_row_with_a_number_that_is_not_finite_has_none_that_is(number):
+    x = randn(3, 64)
+    x[1, 3] = number
+    found = unpack(pack(x, 8), 64, 8, torch.float32).isfinite()
+    assert found.any(1).tolist() == [True, False, True]
+
+
+@channels
+@both_dtypes
+@pytest.mark.parametrize("sizes", [None, (3, 29, 8)], ids=["alike", "in turn"])
+def test_attention_is_that_of_the_definition(sizes, dtype, D):
+    H, G = (1, 15) if sizes else (3, 5)
+    q = randn(2, H, G, D).to(dtype)
+    keys, values = IN_BYTES.stored(*randn(2, 2, H, 40, D, seed=1))
+    visible = randn(2, H, 40, seed=2) < 0.5
+    visible[1, 0, :3] = False
+    how = {"rows": IN_BYTES, "scale": 0.3, "softcap": 2.0, "sizes": sizes}
+    definition = how | {"backend": "reference"}
+    exact = attention_in_bits(q.double(), keys, values, visible, **definition)
+    rounded = attention_in_bits(q, keys, values, visible, **definition)
+    found = attention_in_bits(q, keys, values, visible, **how)
+    assert_close(found, in_float64(exact), rounded)
+    apart = attention_in_bits(q, [*keys], [*values], visible, **how)
+    assert all((x == y).all() for x, y in zip(apart, found))
+    if sizes:
+        assert not found[0][1, 0, :5].any()
+
+
+def empty(past, rows, D, dtype):
+    """The states before the first token."""
+    states = {}
+    for name, state in past.spec(3, D, D).items():
+        shape = state.stored(CacheBits(of_all_rows=8)).shape
+        kind = torch.uint8 if name in ("keys", "values") else state.dtype or dtype
+        states[name] = torch.zeros(rows, *shape, dtype=kind)
+    return states
+
+
+def read(past, lengths, D, dtype, scores, is_apart):
+    """Outputs of tokens after others, and the states at last, of rows that have read so many before."""
+    states = empty(past, len(lengths), D, dtype)
+    outputs = []
+    for step in range(23):
+        q = randn(len(lengths), 1, 3, 3, D, seed=step).to(dtype)
+        k, v = randn(2, len(lengths), 1, 3, D, seed=100 + step).to(dtype)
+        before = [length + step for length in lengths]
+        given = {name: [*x.split(1)] if is_apart else x for name, x in states.items()}
+        context = Context(
+            None,
+            None,
+            None,
+            given,
+            uniform_length=before if is_apart else before[0],
+            bits=CacheBits(of_all_rows=8),
+        )
+        if past.is_compiled(q, context, scores):
+            o = torch.empty_like(q[:, 0])
+            reader = past.reader(3, context, scores)
+            assert reader(q[:, 0], k[:, 0], v[:, 0], tuple(before), o)
+            outputs.append(o[:, None])
+        else:
+            new = New.of(k, v, "window", context)
+            outputs.append(past.attend_one(q, new, context, scores))
+    return torch.cat(outputs, 1), states
+
+
+def later_tokens(past, states, lengths):
+    """Which of the entries that stay are not of the first token that a row has read, [rows, ...] bool."""
+    numbers = past.numbers(states)
+    stays = [x[:, : x.shape[1] - 5] for x in numbers]
+    joined = torch.cat(stays, 1) if isinstance(past, KeptByHead) else torch.stack(stays, 1)
+    first = torch.tensor(lengths).view(-1, *[1] * (joined.ndim - 1)) + 1
+    return joined != first
+
+
+@both_dtypes
+@pytest.mark.parametrize("policy", cpu.POLICIES)
+@pytest.mark.parametrize("softcap", [None, 0.2])
+@pytest.mark.parametrize("numbers", [None, (7, 3, 3)], ids=["equal", "by head"])
+@pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 3, 7]], ids=str)
+def test_one_token_is_read_as_by_operations(lengths, numbers, softcap, policy, dtype, in_pytorch):
+    """Blocks of five tokens end; what stays after them is the same."""
+    past: Any = EQUAL._replace(policy=policy)
+    if numbers is not None:
+        past = KeptByHead.of(past, numbers)
+    given = past, lengths, 64, dtype, Scores(0.03, softcap), len({*lengths}) > 1
+    o, states = read(*given)
+    expected, others = in_pytorch(lambda: read(*given))
+    for name in ("keys", "values", "number", "queries"):
+        assert (states[name] == others[name]).all(), name
+    # without the first token that is read, whose output does not change since its query sees nothing else
+    later = later_tokens(past, states, lengths)
+    score, other = (torch.where(later, x["score"], 0) for x in (states, others))
+    torch.testing.assert_close(score, other, rtol=1e-3, atol=1e-4)
+    exact = dtype == torch.float32
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5 if exact else 2e-2)
+
+
+def test_other_arguments_are_read_by_operations():
+    states = empty(EQUAL, 1, 64, torch.float32)
+    q = randn(1, 1, 3, 3, 64)
+    context = Context(None, None, None, states, uniform_length=4, bits=CacheBits(of_all_rows=8))
+    scores = Scores(0.3)
+    assert EQUAL.is_compiled(q, context, scores)
+    assert not EQUAL._replace(policy="random").is_compiled(q, context, scores)
+    assert not EQUAL.is_compiled(q.double(), context, scores)
+    assert not EQUAL.is_compiled(q.bfloat16(), context, scores)  # states have another dtype
+    for other in ({"uniform_length": None}, {"bits": CacheBits()}, {"backend": "chunk"}):
+        assert not EQUAL.is_compiled(q, context._replace(**other), scores)
+    with torch.enable_grad():
+        assert not EQUAL.is_compiled(q, context, scores)
+
+
+@pytest.fixture
+def new_library(monkeypatch, tmp_path):
+    """`library` as in a new process, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu.library.cache_clear()
+    yield cpu.library
+    cpu.library.cache_clear()
+
+
+def test_without_a_compiler_pytorch_computes(new_library, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert new_library() is None
+    assert pack(randn(2, 64), 8).shape == (2, 66)
+
+
+def test_a_compiler_that_fails_is_named(new_library, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.warns(UserWarning, match="false cannot compile cpu.cpp, so PyTorch runs"):
+        assert new_library() is None
+
+
+def test_what_is_compiled_is_found_again(new_library, monkeypatch):
+    assert new_library() is not None
+    new_library.cache_clear()
+    monkeypatch.setattr(subprocess, "run", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert new_library() is not None
