@@ -3,6 +3,7 @@
     python benchmarks/cache_bits.py                # half an hour of one core; goes on where it was stopped
     python benchmarks/cache_bits.py NAME=FOLDER    # a trained student in a folder, in a row of this name
     python benchmarks/cache_bits.py --kept         # which tokens stay: policies, and numbers by head
+    python benchmarks/cache_bits.py --teacher gemma3 NAME=FOLDER  # a student of Gemma 3 270M
 
 Students are that of recipes/smollm2.yaml before training, with other numbers of full heads and kept tokens, and other
 bits. Two rows of held-out text are read, in which passages come twice (`row_of`). KL is from the teacher in 16 bits,
@@ -14,7 +15,7 @@ KL on two other rows of held-out text, and on the tokens of right answers to que
 text that chooses numbers by head is another one, and has no questions. Writes benchmarks/results/kept_tokens.json.
 """
 
-import copy
+import argparse
 import json
 import os
 import sys
@@ -28,11 +29,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 import torch
 import yaml
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student
 from hf_memory.conversion.students.kept_tokens import kept_by_head
-from hf_memory.evaluation import cache_bytes, kv_cache_bytes
+from hf_memory.evaluation import cache_share
 from hf_memory.evaluation.scores import KINDS, Place, ask
 
 ROOT = Path(__file__).parent.parent
@@ -289,13 +290,6 @@ def trained(asked: list[str]) -> Iterator[tuple[str, Callable[[], PreTrainedMode
         yield name, lambda folder=folder: load(folder, dtype=torch.float32).eval()
 
 
-def bytes_in_16_bits(count: Callable, config: PreTrainedConfig) -> int:
-    """Bytes of the cache of a model that runs in bfloat16."""
-    config = copy.deepcopy(config)
-    config.dtype = torch.bfloat16
-    return count(config, CACHE_AT)
-
-
 @torch.no_grad()
 def compare_kept(teacher: PreTrainedModel, tokenizer, text: str) -> None:
     """Measure which tokens stay, and write the table after each row."""
@@ -303,7 +297,6 @@ def compare_kept(teacher: PreTrainedModel, tokenizer, text: str) -> None:
     learnt = read(text[:LEARNT_OF])
     asked = [*asked_of(tokenizer, read(text[-HELD_OUT:]))]
     expected = [asked_predictions(teacher, x) for x in asked]
-    whole = bytes_in_16_bits(kv_cache_bytes, teacher.config)
     known = json.loads(KEPT_RESULT.read_text())["rows"] if KEPT_RESULT.exists() else {}
     for keeping in KEEPINGS:
         if keeping.name in known:
@@ -315,7 +308,7 @@ def compare_kept(teacher: PreTrainedModel, tokenizer, text: str) -> None:
         carry_over(model, teacher)
         found = measured_kept(expected, model.eval(), asked)
         known[keeping.name] = {
-            "part_of_cache": bytes_in_16_bits(cache_bytes, model.config) / whole,
+            "part_of_cache": cache_share(model.config, teacher.config, CACHE_AT),
             "num_kept_tokens": options["num_kept_tokens"],
             **{name: sum(x) / len(x) for name, x in found.items()},
             "of each text": found,
@@ -331,27 +324,35 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     import real_teacher
 
-    file = str(real_teacher.fetch_teacher("smollm2"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("students", nargs="*", help="NAME=FOLDER of trained students")
+    parser.add_argument("--kept", action="store_true")
+    parser.add_argument("--teacher", choices=real_teacher.WHEELS, default="smollm2")
+    arguments = parser.parse_args()
+    if arguments.teacher != "smollm2" and not arguments.students:
+        parser.error("students must be given for another teacher than smollm2: NAME=FOLDER")
+    file = str(real_teacher.fetch_teacher(arguments.teacher))
     teacher = load_teacher(file).float().eval()
     tokenizer = load_tokenizer(file)
     text = real_teacher.fetch_text().read_text(encoding="utf-8")
-    if sys.argv[1:] == ["--kept"]:
+    if arguments.kept:
         compare_kept(teacher, tokenizer, text)
         return
     read = tokenizer(text[-HELD_OUT:], return_tensors="pt").input_ids
     tokens = read[:, : ROWS * LENGTH]
     long = read[:, -LONG:]
     rows = [row_of(x) for x in tokens.split(LENGTH, 1)]
-    asked = [*trained(sys.argv[1:])]
+    asked = [*trained(arguments.students)]
     long_too = [student.name for student in CHOSEN] + [name for name, _ in asked]
     expected = [predictions(teacher, row) for row in rows]
-    whole = bytes_in_16_bits(kv_cache_bytes, teacher.config)
     known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
     for name, make in asked or models(teacher):
         if name in known:
             continue
         model = make()
-        part = bytes_in_16_bits(cache_bytes, model.config) / whole
+        part = cache_share(model.config, teacher.config, CACHE_AT)
         known[name] = {"part_of_cache": part, **measured(expected, model, rows)}
         if name in long_too:
             known[name]["kl_by_position"] = by_position(teacher, model, long)
