@@ -35,7 +35,7 @@ room for few tokens: each keeps the last ones, and those older ones without whic
 
 <span class="mark" style="--share: 1">dark</span> all {few} heads hold the token
 <span class="mark" style="--share: .2">light</span> some do
-<span class="mark" style="--share: 0">white</span> none does; {whole} other heads keep everything
+<span class="mark" style="--share: 0">white</span> none does; heads that keep everything: {whole}
 """
 THEME = gr.themes.Default(
     primary_hue="orange",
