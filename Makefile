@@ -5,8 +5,9 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
+INSTALLED_SPACE := .venv/.installed_space
 
-.PHONY: demo smollm2 gemma3 test complete faults processors processor_default processor_avx2 compatibility sanitize check bench claims engines docs
+.PHONY: demo smollm2 gemma3 space test complete faults processors processor_default processor_avx2 compatibility sanitize check bench claims engines docs
 
 $(INSTALLED): pyproject.toml constraints.txt src/hf_memory/__init__.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -22,6 +23,14 @@ smollm2: $(INSTALLED)  ## convert SmolLM2-135M-Instruct on two cores; goes on wh
 
 gemma3: $(INSTALLED)  ## the same with Gemma 3 270M, whose terms are at ai.google.dev/gemma/terms
 	$(BIN)/python examples/real_teacher.py gemma3
+
+# without constraints.txt: gradio needs an older Pillow
+$(INSTALLED_SPACE): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[space]'
+	touch $@
+
+space: $(INSTALLED_SPACE)  ## a page on which a teacher and its student answer; the models of make demo, or TEACHER=name
+	$(BIN)/python examples/space/app.py $(TEACHER)
 
 test: $(INSTALLED)  ## all tests but those of faults and the full product of cases, without network
 	$(BIN)/pytest --numprocesses 2 --dist worksteal -m "not planted and not complete"

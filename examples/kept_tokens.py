@@ -18,11 +18,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads tha
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_memory  # noqa: F401
-from hf_memory.mixers.pasts.kept import Kept
-from hf_memory.mixers.pasts.kept_by_head import KeptByHead
+from hf_memory.evaluation import coloured_text, held_tokens, text_of_tokens
 
 LENGTH = 2048  # tokens of the text that are read
 POLICIES = ("received_attention", "change_of_output")
@@ -31,28 +29,12 @@ PAGE = """<!doctype html><meta charset="utf-8"><title>Kept tokens</title>
 body {{ font: 14px/1.7 system-ui, sans-serif; margin: 2em; color: #222 }}
 main {{ display: grid; grid-template-columns: repeat({columns}, 1fr); gap: 2em }}
 section {{ white-space: pre-wrap; overflow-wrap: anywhere }}
-span {{ border-radius: 2px }}
+span {{ border-radius: 2px; background: rgb(255 140 0 / var(--share)) }}
 </style>
 <h1>What heads hold after {tokens} tokens</h1>
 <p>The darker a token, the more of the {heads} heads with a window hold it. {always} stay in any case.</p>
 <main>{sections}</main>
 """
-
-
-@torch.no_grad()
-def held(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Whether each head [heads, T] holds each token of a text [1, T] after it."""
-    cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
-    places = torch.arange(1, tokens.shape[1] + 1)
-    found = []
-    for layer, of_cache in zip(model.model.layers, cache.layers):
-        for part in getattr(layer.mixer, "parts", ()):
-            if isinstance(part.past, Kept | KeptByHead):
-                numbers = part.past.numbers(of_cache.states)
-                found += [torch.isin(places, of_head[0].long()) for of_head in numbers]
-    if not found:
-        sys.exit(f"the student must have heads that keep tokens, got {model.config.layer_types}")
-    return torch.stack(found)
 
 
 def section(policy: str, words: list[str], of_heads: Tensor, window: int) -> str:
@@ -63,12 +45,7 @@ def section(policy: str, words: list[str], of_heads: Tensor, window: int) -> str
     says_little = torch.tensor([not word.strip(marks) for word in words[older]], dtype=torch.bool)
     kept = of_heads[:, older]
     part = kept[:, says_little].sum().item() / max(1, kept.sum().item())
-    spans = [
-        f'<span style="background: rgb(255 140 0 / {share:.2f})" title="{share:.0%} of the heads">'
-        f"{html.escape(word)}</span>"
-        for word, share in zip(words, shares)
-    ]
-    text = "".join(spans)
+    text = coloured_text(words, shares)
     heading = f"<h2>{html.escape(policy)}</h2>"
     return f"<section>{heading}<p>{part:.0%} of what is kept is punctuation or white space.</p>{text}</section>"
 
@@ -77,12 +54,14 @@ def page(folder: str, text: str, policies: tuple[str, ...]) -> str:
     """The page of a text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer(text, return_tensors="pt").input_ids[:, :LENGTH]
-    words = [tokenizer.decode([token]) for token in tokens[0].tolist()]
+    words = [*text_of_tokens(tokenizer, tokens[0].tolist())]
     sections = []
     for policy in policies:
         model = AutoModelForCausalLM.from_pretrained(folder, eviction=policy).eval()
         config = model.config
-        of_heads = held(model, tokens)
+        with torch.no_grad():
+            cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
+        of_heads = held_tokens(model, cache)
         window = config.sliding_window + config.kept_block_size
         sections.append(section(policy, words, of_heads, window))
     return PAGE.format(

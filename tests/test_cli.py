@@ -200,7 +200,7 @@ def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):
         "auto:1/2",
     )
     assert code == 0
-    assert re.search(r"kept_layers \| [01] \(auto:1/2\)", (student / "README.md").read_text())
+    assert re.search(r"keeps_everything \| [01] \(auto:1/2\)", (student / "README.md").read_text())
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_path):

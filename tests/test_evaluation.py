@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from matplotlib.figure import Figure
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -18,6 +19,7 @@ from transformers import (
     Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 from cases import CASE, SIZES, every_family, make_model
@@ -26,6 +28,7 @@ from hf_memory.evaluation import (
     agreement,
     cache_bytes,
     cache_bytes_after,
+    coloured_text,
     copy_gain,
     cost,
     kv_cache_bytes,
@@ -34,6 +37,7 @@ from hf_memory.evaluation import (
     perplexity_by_position,
     plot_conversion,
     recall_by_distance,
+    text_of_tokens,
 )
 from hf_memory.evaluation.efficiency import in_16_bits
 from hf_memory.evaluation.estimates import described, exp_of_mean
@@ -486,3 +490,19 @@ def test_the_share_of_a_memory_is_what_a_model_without_it_lacks(name, alone):
     assert shares[0] == pytest.approx(((o - without).norm() / o.norm()).item(), rel=1e-5)
     assert shares[0] > 0.01
     assert not memory_shares(twin, tokens)
+
+
+def test_texts_of_tokens_are_the_whole_text_with_characters_of_several_tokens_at_their_last():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
+    tokens = tokenizer("a é <b>")["input_ids"]
+    words = [*text_of_tokens(tokenizer, tokens)]
+    assert words == ["a", " ", "", "é", " ", "<", "b", ">"]
+    assert [*text_of_tokens(tokenizer, tokens[:3])] == words[:3]
+    coloured = coloured_text(words, [1.0, 0.25, *[0.0] * 6])
+    assert coloured.count("<span") == 7
+    assert '--share: 0.25" title="25% of the heads"> </span>' in coloured
+    assert "&lt;</span>" in coloured

@@ -146,7 +146,7 @@ def test_a_page_of_a_student_that_keeps_no_tokens_is_refused(example, teacher):
     student.save_pretrained("student")
     AutoTokenizer.from_pretrained(teacher).save_pretrained("student")
     Path("text.txt").write_text("the end", encoding="utf-8")
-    with pytest.raises(SystemExit, match="the student must have heads that keep tokens"):
+    with pytest.raises(ValueError, match="the model must have heads that keep tokens"):
         example("kept_tokens", "student", "text.txt", "kept.html")["main"]()
 
 

@@ -388,7 +388,7 @@ import sys
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("teacher")
 tokens = torch.load("tokens")
-how = {"small_cache": "small_cache", "trust_remote_code": True, "max_new_tokens": 8, "do_sample": False}
+how = {"small_cache": "someone/found", "trust_remote_code": True, "max_new_tokens": 8, "do_sample": False}
 made = [model.generate(tokens, custom_generate=x, **how) for x in (sys.argv[1], "someone/custom")]
 made += [model.generate(tokens, custom_generate="someone/custom", **how)]
 assert all(torch.equal(made[0], x) for x in made)
@@ -405,11 +405,13 @@ def test_a_small_cache_by_custom_generate_from_a_folder_and_the_hub(run, tmp_pat
     teacher.save_pretrained(tmp_path / "teacher")
     options = {"full_attention_heads": [[], [1]], "sliding_window": 4, "num_kept_tokens": 4}
     student = hf_memory.shrink_cache(teacher, **options)
-    student.config.save_pretrained(tmp_path / "small_cache")
+    student.config.save_pretrained(tmp_path / "found")
     files = {str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob("*.*") if x.is_file()}
     with hub_server.serve() as hub:
-        hub.repos["someone/custom"] = []
-        hub.commit("someone/custom", files)
+        found = (tmp_path / "found" / "config.json").read_bytes()
+        for repo, content in {"custom": files, "found": {"config.json": found}}.items():
+            hub.repos[f"someone/{repo}"] = []
+            hub.commit(f"someone/{repo}", content)
         run(SMALL_CACHE, arguments=[folder], endpoint=hub.url)
     tokens = torch.load(tmp_path / "tokens")
     expected = student.generate(tokens, max_new_tokens=8, do_sample=False)

@@ -13,11 +13,13 @@ from matplotlib.colors import to_rgb
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
 )
 
+import hf_memory
 from cases import (
     WORDS,
     Case,
@@ -40,6 +42,7 @@ from hf_memory.conversion import (
     resolve,
     smallest_student,
 )
+from hf_memory.conversion.request import check_servable
 from hf_memory.conversion.teachers import loading as of_few_bits
 from hf_memory.evaluation import (
     Subject,
@@ -539,6 +542,30 @@ def test_an_export_that_is_refused_says_what_to_do():
             find_target(make_config(case))
 
 
+@pytest.mark.parametrize(
+    ("teacher", "to", "advice"),
+    [
+        ("qwen3", "attention", "Give --to deltanet, or leave out --servable"),
+        ("qwen2", "deltanet", "Give --to attention, or leave out --servable"),
+        ("gemma3", "attention", "No engine has students of such a teacher. Leave out"),
+        ("olmo2", "deltanet", "No engine has students of such a teacher. Leave out"),
+    ],
+)
+def test_refusals_of_servable_students_do_not_point_in_a_circle(teacher, to, advice):
+    """What the refusal of an export says is not refused by the conversion, and the other way round."""
+    config = make_teacher(teacher).config
+    config.attention_bias = False
+    with pytest.raises(NotExportable, match=advice):
+        check_servable(resolve(Recipe(to, servable=True), config).student, to)
+    usual = resolve(Recipe("attention"), config).student
+    with pytest.raises(NotExportable) as refusal:
+        find_target(usual)
+    again = re.search(r"again with --to (\w+) --servable", str(refusal.value))
+    assert (again is None) == advice.startswith("No engine")
+    if again:
+        check_servable(resolve(Recipe(again[1], servable=True), config).student, again[1])
+
+
 def test_a_tokenizer_with_more_words_than_the_model_is_refused(run, teacher, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(teacher, folder)
@@ -621,6 +648,10 @@ OF_MODELS = {  # functions that take a model, called with a name in its place
     "EarlyExit": lambda: decoding.EarlyExit("student"),
     "calibrate": lambda: decoding.calibrate("student", PLACES.expand(200, -1)),
     "fit_classifier": lambda: decoding.fit_classifier("student", PLACES[None]),
+    "use_memory_ops": lambda: hf_memory.use_memory_ops("student"),
+    "save_memory": lambda: hf_memory.save_memory(DynamicCache(), "nowhere", "student"),
+    "load_memory": lambda: hf_memory.load_memory("nowhere", "student"),
+    "Conversation": lambda: hf_memory.Conversation("student", None),
 }
 
 
@@ -629,6 +660,12 @@ def test_a_name_in_place_of_a_model_is_refused(name):
     expected = r"(model|teacher|student) must be a model, got str 'student': load it first, as with"
     with pytest.raises(ValueError, match=expected):
         OF_MODELS[name]()
+
+
+def test_a_layer_type_of_another_library_is_named_as_it_was_given():
+    """transformers renames "mamba" to "linear_attention"."""
+    with pytest.raises(ValueError, match=r"layer_types must be one of .*'memory'.*, got 'mamba'"):
+        make_config(PLAIN, layer_types=["mamba"] * 2)
 
 
 @pytest.mark.parametrize("tokens", [PLACES.numpy(), PLACES.tolist()], ids=["array", "list"])
@@ -651,3 +688,10 @@ def test_inputs_of_ops_that_are_no_tensors_are_refused(op, kind):
         other = given | {name: x.numpy() if kind == "ndarray" else x.tolist()}
         with pytest.raises(ValueError, match=rf"{name} must be a .*[Tt]ensor.*, got {kind}"):
             op.op(**other, backend="reference")
+
+
+@pytest.mark.parametrize("bounds", [torch.tensor([0, 4]).numpy(), [0, 4]], ids=["array", "list"])
+def test_boundaries_that_are_no_tensor_are_refused(bounds):
+    given = OPS[0].example(B=1, T=4, H=1, HV=1, K=8, V=8)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be a torch.Tensor, got (ndarray|list)"):
+        OPS[0].op(**given, cu_seqlens=bounds)

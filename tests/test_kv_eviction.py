@@ -242,6 +242,12 @@ def test_kernels_read_more_entries_and_queries_than_a_tile(policy, options):
     )
 
 
+def test_kernels_refuse_a_soft_cap_beside_forget_gates():
+    """Their gates are channels of products, which they cap; the decay is added after the cap."""
+    with pytest.raises(ValueError, match="decays of forget gates are added after a soft cap"):
+        with_many_entries("triton", torch.float32, softcap=2.0, gates=GateChannels(64, 0.3))
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_kernels_in_16_bits_read_more_entries_than_a_tile(D):
     """float16, as the interpreter multiplies the bit patterns of bfloat16; what stays does not depend on rounding."""
@@ -270,9 +276,10 @@ def test_keys_that_lie_in_memory_in_another_order_have_the_same_gradients():
 
 def test_kernels_refuse_more_entries_than_they_hold():
     k = torch.empty(1, 1, 1, 256, dtype=torch.bfloat16)
-    assert kernel_refuses(k, MOST_ENTRIES) is None
-    assert kernel_refuses(k, MOST_ENTRIES + 1) == "a query sees 4097 entries, more than 4096"
-    assert kernel_refuses(k.float(), 20) == "a key has 1024 bytes, more than 512"
+    rule = Rule(16, 4, 30, received_attention, 0.3, 2.0, None, True)
+    assert kernel_refuses(k, MOST_ENTRIES, rule) is None
+    assert kernel_refuses(k, MOST_ENTRIES + 1, rule) == "a query sees 4097 entries, more than 4096"
+    assert kernel_refuses(k.float(), 20, rule) == "a key has 1024 bytes, more than 512"
 
 
 @every_policy

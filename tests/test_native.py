@@ -27,9 +27,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from cases import CASE, go_on, make_model, random_tokens
+from cases import CASE, go_on, make_model, random_tokens, word_tokenizer
 from comparing import assert_close
-from hf_memory import load_memory, save_memory, use_memory_ops
+from hf_memory import Conversation, load_memory, save_memory, use_memory_ops
 from hf_memory.cache import MemoryLayer, state_bytes
 from hf_memory.cache_argument import CACHE, cache_of
 from hf_memory.integrations import native
@@ -249,6 +249,22 @@ def test_a_saved_memory_goes_on(kind, tmp_path, monkeypatch):
     assert torch.equal(read(model, tokens[:, 4:], loaded), read(model, tokens[:, 4:], cache))
     with pytest.raises(ValueError, match=r"model must be .* after use_memory_ops\(model\), got"):
         load_memory(tmp_path / "memory.safetensors", make(kind))
+
+
+@every_kind
+def test_a_conversation_writes_what_is_written_after_the_whole_text(kind):
+    model = ours(kind)
+    model.generation_config.eos_token_id = None
+    words = word_tokenizer(["<unk>", *(f"w{i}" for i in range(1, 64))], unk_token="<unk>")
+    talk = Conversation(model, words, max_new_tokens=4)
+    first, second = "w1 w2 w3", "w4 w5"
+    answered = [*talk.answer(first)]
+    text = [*words(first).input_ids, *answered, *words(second).input_ids]
+    whole = torch.tensor([text])
+    settings = {"attention_mask": torch.ones_like(whole), "max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(whole, **settings)[0, len(text) :]
+    assert [*talk.answer(second)] == expected.tolist()
+    assert talk.memory().get_seq_length() == len(text) + 4
 
 
 @torch.no_grad()

@@ -45,7 +45,9 @@ def student(teacher):
 
 
 @every_teacher
-def test_a_student_has_the_weights_of_its_model_and_predicts_the_same_within_its_window(name):
+def test_a_student_has_the_weights_of_its_model_and_predicts_the_same_within_its_window(
+    name, tmp_path
+):
     model = make_teacher(name)
     options = {"sliding_window": own_window(model.config) or 16, "num_kept_tokens": 0}
     options |= {"full_attention_heads": [[], []], "cache_bits": None}
@@ -58,7 +60,10 @@ def test_a_student_has_the_weights_of_its_model_and_predicts_the_same_within_its
     ]
     assert all(n.endswith("norm.weight") for n in own)
     tokens = text(options["sliding_window"])[None]
-    torch.testing.assert_close(student(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    logits = student(tokens).logits
+    torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    student.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, logits)
 
 
 def test_nothing_of_the_model_changes(teacher):
@@ -87,6 +92,9 @@ def test_what_was_found_is_saved_and_applied_again(teacher, student, tmp_path):
         again = shrink_cache(teacher, config)
         assert again.config.to_dict() == student.config.to_dict()
         assert torch.equal(again(TEXT[None]).logits, student(TEXT[None]).logits)
+    fine_tuned = copy.deepcopy(teacher)
+    fine_tuned.resize_token_embeddings(70, mean_resizing=False)
+    assert shrink_cache(fine_tuned, tmp_path).config.vocab_size == 70
     fewer_bits = shrink_cache(teacher, tmp_path, cache_bits=4)
     assert fewer_bits.config.cache_bits == 4
     assert fewer_bits.config.num_kept_tokens == student.config.num_kept_tokens
@@ -172,6 +180,16 @@ def quantized(model):
     return model
 
 
+def sharded(model):
+    class Part(torch.Tensor):
+        """As a DTensor of a model in parts, or a quantised tensor of torchao."""
+
+    head = model.lm_head
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Part))
+    head.weight.data = head.weight.detach().as_subclass(Part)
+    return model
+
+
 REFUSED = {
     "a name": (lambda model: "path/to/llama", "model must be a model, got str 'path/to/llama': lo"),
     "peft": (
@@ -181,6 +199,8 @@ REFUSED = {
     "hooks": (hooked, r"model must have no hooks .* got some in model\.layers\.0"),
     "a forward": (replaced, r"model must have no hooks .* got some in model\.layers\.1"),
     "quantised": (quantized, "model must not be quantised"),
+    "sharded": (sharded, r"model must be one whose weights are neither .*, got \['Part'\]"),
+    "compiled": (torch.compile, "model must be a LlamaForCausalLM.*, got 'OptimizedModule'"),
     "no head": (lambda model: model.model, "model must be a LlamaForCausalLM.*, got 'LlamaModel'"),
     "another head": (
         lambda model: LlamaForSequenceClassification(model.config),

@@ -143,7 +143,8 @@ class TrainingFlags:
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the plan and check that all of it fits together; train and write nothing.",
+            help="Print the plan and check that all of it fits together; train and write nothing. Heads are ranked as "
+            "in the run, which takes minutes, unless --gpu is given.",
             rich_help_panel=LONG,
         ),
     ] = False

@@ -182,7 +182,7 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
     }
     named |= {"train": recipe.train if parts else None}
     named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits}
-    named |= {"kept_layers": _kept(plan) if recipe.to else None, "seed": recipe.seed}
+    named |= {"keeps_everything": _kept(plan) if recipe.to else None, "seed": recipe.seed}
     named |= {"kept_by_head": recipe.kept_by_head or None}
     named |= {"goal": plan.given.goal, "servable": recipe.servable or None}
     return {name: x for name, x in named.items() if x is not None} | {**recipe.options, **training}

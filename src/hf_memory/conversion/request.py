@@ -23,19 +23,17 @@ from hf_memory.conversion.teachers.loading import (
     load_tokenizer,
 )
 from hf_memory.evaluation import ITEMS, record
-from hf_memory.export import find_target
+from hf_memory.export.targets import find_target, servable_memory
 from hf_memory.files.folders import RESULTS, check_output
 from hf_memory.files.text import ANY_TEXT, Text, hold_out
 from hf_memory.files.tokenised import read_tokens
+from hf_memory.modeling.configuration import MemoryConfig
 
 TOKENS = "tokens"  # folder beside checkpoints
 MADE = "made"  # of a record: how the model was made that is measured
 
 
-NOT_SERVABLE = (
-    "Leave out --servable, or options that are named here: without it transformers runs the student, and vLLM with our "
-    "plugin"
-)
+WITHOUT_SERVABLE = "without it transformers runs the student, and vLLM with our plugin"
 
 
 def no_files(plan: Plan) -> dict[str, str]:
@@ -158,7 +156,18 @@ def _check_draft(request: Request, draft: Plan) -> None:
         validation = torch.zeros(longest, dtype=torch.long)  # of which only the length matters
     check_run(draft, replace(request.run, validation=validation))
     if request.recipe.servable:
-        find_target(draft.student, advice=NOT_SERVABLE)  # type: ignore[arg-type]
+        check_servable(draft.student, str(request.recipe.to))  # type: ignore[arg-type]
+
+
+def check_servable(student: MemoryConfig, to: str) -> None:
+    """Raise NotExportable if engines do not have a student, whose memory is `to`."""
+    other = servable_memory(student)
+    advice = "Leave out --servable, or options that are named here"
+    if other is None:
+        advice = "No engine has students of such a teacher. Leave out --servable"
+    elif other != to:
+        advice = f"Give --to {other}, or leave out --servable"
+    find_target(student, advice=f"{advice}: {WITHOUT_SERVABLE}")
 
 
 def _read(request: Request, tokenizer, is_dry: bool) -> Text:

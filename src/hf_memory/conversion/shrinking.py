@@ -33,8 +33,8 @@ from hf_memory.progress import Progress
 
 # options of a student that its teacher does not have: what heads see, and in how many bits
 FOUND = (*(x for x in AttentionWindow.__annotations__ if x != "num_memory_slots"), "cache_bits")
+# by which heads of two models correspond; a fine-tuned one may have more tokens
 SIZES = (
-    "vocab_size",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -148,6 +148,8 @@ def _check_model(model: Any) -> None:
     own_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     is_own = type(model) is own_class
     check(is_own, "model", f"a {own_class.__name__}, which the student computes as it does", name)
+    kinds = sorted({type(x.data).__name__ for x in model.parameters()} - {"Tensor"})
+    check(not kinds, "model", "one whose weights are neither quantised nor sharded", kinds)
     is_loaded = all(x.device.type != "meta" for x in model.parameters())
     check(is_loaded, "model", "loaded whole, got weights on the meta device in", name)
     devices = {str(x.device) for x in model.parameters()}

@@ -9,6 +9,7 @@ from hf_memory.evaluation.efficiency import (
     kv_cache_bytes,
 )
 from hf_memory.evaluation.estimates import Estimate
+from hf_memory.evaluation.held import coloured_text, held_tokens, text_of_tokens
 from hf_memory.evaluation.language import (
     Agreement,
     agreement,
@@ -47,9 +48,11 @@ __all__ = [
     "cache_bytes",
     "cache_bytes_after",
     "cache_share",
+    "coloured_text",
     "copy_gain",
     "cost",
     "evaluate",
+    "held_tokens",
     "kv_cache_bytes",
     "layer_types",
     "lengths_beyond",
@@ -60,4 +63,5 @@ __all__ = [
     "plot_heads",
     "plot_task",
     "recall_by_distance",
+    "text_of_tokens",
 ]

@@ -46,6 +46,22 @@ EACH_LAYER = (
     "full_attention_heads",
     "num_kept_tokens",
 )  # lists of what each layer has, which may be nothing
+# fields of a student that are as in its teacher, whatever the conversion
+OF_TEACHERS = {
+    "attention_bias",
+    "attention_output_bias",
+    "attn_logit_softcapping",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "hidden_act",
+    "local_rope_layers",
+    "mlp_bias",
+    "mlp_types",
+    "norm_placement",
+    "qk_norm_whole_width",
+    "residual_multiplier",
+    "use_qk_norm",
+}
 REASONS = {  # why a target does not accept other values of a field
     "norm_placement": "norms are before mixer and MLP there",
     "hidden_act": "the memory and the MLP share one activation there",
@@ -132,19 +148,28 @@ class Target(ABC):
         """The weights outside the layers."""
         return dict(outside)
 
-    def faults(self, config: MemoryConfig) -> list[str]:
-        """Reasons why this target does not represent a model, each with what it needs and what the model has."""
-        faults = []
-        for field in dataclasses.fields(config):
+    def faults_by_field(self, config: MemoryConfig) -> dict[str, str]:
+        """Fields of a config that this target does not have with their values, each with what it needs."""
+        faults = {}
+        for field in dataclasses.fields(self.family):
             accepted = self.accepts.get(field.name, (field.default,))
             if accepted is None or field.name in FIELDS_OF_ALL_MODELS:
                 continue
-            value = getattr(config, field.name)
+            value = getattr(config, field.name, field.default)
             if value not in accepted and not _is_nothing(field.name, value):
                 reason = f" ({REASONS[field.name]})" if field.name in REASONS else ""
-                faults.append(
+                faults[field.name] = (
                     f"{field.name}={' or '.join(map(repr, accepted))}{reason}, got {value!r}"
                 )
+        return faults
+
+    def has_shape(self, config: MemoryConfig) -> bool:
+        """Whether all that a student has from its teacher, such as where norms are, is possible here."""
+        return not OF_TEACHERS & self.faults_by_field(config).keys()
+
+    def faults(self, config: MemoryConfig) -> list[str]:
+        """Reasons why this target does not represent a model, each with what it needs and what the model has."""
+        faults = list(self.faults_by_field(config).values())
         if "memory" in self.layer_types and config.has_memory_qk_norm:
             faults.append("memory_qk_norm=False (memories have no q/k norm there), got q/k norm")
         if others := sorted(set(config.layer_types) - set(self.layer_types)):

@@ -10,7 +10,7 @@ from hf_memory.modeling.delta_net import DeltaNetConfig
 
 TARGETS: tuple[Target, ...] = (Qwen35(), Granite(), Mamba2(), Kimi(), GraniteSWA())
 NAMES = tuple(target.name for target in TARGETS)
-AGAIN = "Convert the teacher again with --servable, which sets the options that engines have"
+SERVABLE = {"attention": GraniteSWA(), "deltanet": Qwen35()}  # by what `--to` names
 WITHOUT_EXPORT = (
     "Without an export transformers runs it, and so does vLLM if hf_memory is installed there"
 )
@@ -18,6 +18,11 @@ WITHOUT_EXPORT = (
 
 class NotExportable(ValueError):
     """Raised if no architecture of the inference engines represents a model exactly."""
+
+
+def servable_memory(config: MemoryConfig) -> str | None:
+    """What the teacher of a student can become so that engines have it, as `--to` names it; None: nothing."""
+    return next((to for to, target in SERVABLE.items() if target.has_shape(config)), None)
 
 
 def find_target(config: MemoryConfig, name: str = "auto", *, advice: str = "") -> Target:
@@ -64,5 +69,9 @@ def find_target(config: MemoryConfig, name: str = "auto", *, advice: str = "") -
         return exact[0]
     nearest = sorted(faults, key=lambda name: len(faults[name]))
     needs = "; ".join(f"{name} needs {', and '.join(faults[name])}" for name in nearest)
-    advice = advice or f"{AGAIN}. {WITHOUT_EXPORT}"
+    to = servable_memory(config)
+    again = "No engine has students of such a teacher, however it is converted"
+    if to is not None:
+        again = f"Convert the teacher again with --to {to} --servable, which sets the options that engines have"
+    advice = advice or f"{again}. {WITHOUT_EXPORT}"
     raise NotExportable(f"no target represents the model exactly. {advice}. In detail: {needs}")

@@ -21,6 +21,7 @@ from hf_memory.cache_bits import RECURRENT, CacheBits, check_kinds, read_bits
 from hf_memory.layers import causal_convolution, unit_length, upcast
 from hf_memory.mixers.base import Context, MemoryMixer, Projected
 from hf_memory.mixers.positions import Positions
+from hf_memory.modeling.any_model import check_model
 from hf_memory.modeling.assisted import note_read, sequence_length
 from hf_memory.modeling.packing import (
     PACKING,
@@ -313,6 +314,7 @@ def use_memory_ops(model: Model, cache_bits: int | dict[str, int] | None = None)
         ValueError: if the model is none of these, or has an option that the ops do not have, or cannot have these bits.
             It is then unchanged.
     """
+    check_model("model", model)
     bits = read_bits(cache_bits)
     check_kinds(cache_bits, ["attention", RECURRENT])
     modules = list(model.modules())

@@ -139,7 +139,10 @@ class MemoryConfig(
         warn_unknown(type(self), kwargs)
         check_numbers(self.numbers)
         derived = self._derive({})
+        layer_types = self.layer_types
         super().__post_init__(**kwargs)
+        # transformers has renamed some words, such as "mamba", and errors are to name what was given
+        self.__dict__["layer_types"] = layer_types
         self.fill_local_rope()
         self.__dict__["_derived"] = derived
         self.validate_architecture()

@@ -111,6 +111,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, B: int) -> int:
         raise ValueError(
             f"q must have B=1 with cu_seqlens, which packs sequences into one row, got B={B}"
         )
+    check_is_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}"

@@ -12,6 +12,7 @@ from transformers.generation import GenerationMode
 from hf_memory.cache import MemoryLayer, copied
 from hf_memory.cache_argument import cache_name
 from hf_memory.files.chat_template import apply_template
+from hf_memory.modeling.any_model import check_model
 from hf_memory.serving.memory_file import check_layers
 
 ANSWER = "An answer of the model 8c1f6d0e"  # placeholder for earlier answers when the template is applied
@@ -29,7 +30,8 @@ class Conversation:
     the next message is refused.
 
     Args:
-        model: a causal language model of this package; its `generation_config` says how tokens are sampled.
+        model: a causal language model of this package, or a hybrid of transformers after `use_memory_ops`; its
+            `generation_config` says how tokens are sampled.
         tokenizer: the model's tokenizer; its chat template is used if it has one.
         cache: a memory of one text to start from; it is not changed. Default: an empty one.
         system: the system prompt; default: that of the template.
@@ -55,6 +57,7 @@ class Conversation:
         options: dict[str, Any] | None = None,
         seed: int = 0,
     ):
+        check_model("model", model)
         if system is not None and (tokenizer.chat_template is None or cache is not None):
             missing = (
                 "a tokenizer without a chat template"

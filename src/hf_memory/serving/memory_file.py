@@ -34,6 +34,7 @@ from hf_memory.files.fingerprints import OF_LOADING, weights_fingerprint
 from hf_memory.files.folders import check_regular, replaced
 from hf_memory.files.running_weights import without_wrappers
 from hf_memory.mixers.base import MemoryMixer
+from hf_memory.modeling.any_model import check_model
 from hf_memory.modeling.base import MemoryDecoderLayer
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.bits import BITS, scales
@@ -66,6 +67,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
             the model is neither of this package nor a hybrid of transformers after `use_memory_ops`.
         OSError: if the file cannot be written.
     """
+    check_model("model", model)
     path = Path(path)
     model = without_wrappers(model)
     _check_file(path)
@@ -115,6 +117,7 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
         ValueError: if the file is damaged, is not a memory, or belongs to another model.
         OSError: if it cannot be read.
     """
+    check_model("model", model)
     path = Path(path)
     model = without_wrappers(model)
     cache = _empty_cache(model)

@@ -116,7 +116,7 @@ def student_config(
     if sliding and config.sliding_window != teacher.sliding_window:
         raise ValueError(
             f"keep must not have layers with a window of sliding_window={teacher.sliding_window} in the teacher beside "
-            f"layers with one of {config.sliding_window}, got {sliding}"
+            f"layers with one of {config.sliding_window}, got {sliding}: keep none, or give the teacher's window"
         )
     return config  # type: ignore[return-value]
 

@@ -62,7 +62,7 @@ def retained_attention(
         None unless the rule says that they are needed; the places [B, H, stay] of the entries that are held in the end,
         in the order of the text; and what these are worth [B, H, stay]. A block that is not complete changes neither.
     """
-    refusal = kernel_refuses(k, k.shape[2] - q.shape[1] + rule.block)
+    refusal = kernel_refuses(k, k.shape[2] - q.shape[1] + rule.block, rule)
     if choose_backend(backend, q, refusal) != "triton":
         return chunk.retained_attention(q, k, v, number, score, rule)
     from hf_memory.ops.kv_eviction import kernels
@@ -81,8 +81,11 @@ def retained_attention(
     return o, mass, places[:, :, -1], score
 
 
-def kernel_refuses(k: Tensor, entries: int) -> str | None:
+def kernel_refuses(k: Tensor, entries: int, rule: Rule) -> str | None:
     """Why kernels do not support keys [B, T, H, D] if a query sees so many entries, as a clause."""
+    if rule.gates is not None and rule.softcap:
+        # kernels have gates as channels of the products, which they cap
+        return "decays of forget gates are added after a soft cap"
     if k.dtype == torch.float64:
         return "keys are float64"
     if entries > MOST_ENTRIES:
