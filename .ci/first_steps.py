@@ -24,7 +24,9 @@ from transformers import (
 
 REPOSITORY = Path(sys.argv[1]).absolute()
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # of the teacher in README
-CONVERT = "convert teacher --text text.txt --output student --items 0 --distillation steps=2 --overwrite"
+CONVERT = (
+    "convert teacher --text text.txt --output student --items 0 --distillation steps=2 --overwrite"
+)
 
 
 def main() -> None:
