@@ -89,6 +89,22 @@ def test_settings_of_a_file_are_in_the_run_file_which_repeats_the_run(
     assert all((first / x).read_bytes() == (second / x).read_bytes() for x in names)
 
 
+def test_a_run_file_of_an_earlier_version_is_read_unless_it_asks_for_what_is_gone(
+    run, teacher, text, tmp_path
+):
+    file = tmp_path / "run.yaml"
+    described = {"teacher": str(teacher), "text": str(text), "spread-kept": False}
+    file.write_text(yaml.safe_dump(described))
+    code, _, err = run("convert", "--config", file, "--dry-run")
+    assert err == ""
+    assert code == 0
+    for name in ("spread-kept", "scored-by"):
+        file.write_text(yaml.safe_dump(described | {name: "larger"}))
+        code, _, err = run("convert", "--config", file, "--dry-run")
+        assert f"config must not have {name} since 0.2.0: " in in_words(err)
+        assert code == 2
+
+
 @pytest.mark.parametrize(
     ("command", "flags", "made"),
     [

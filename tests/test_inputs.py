@@ -1,6 +1,7 @@
 """What a user may ask for: it works, or it is refused in one sentence before any work."""
 
 import copy
+import json
 import math
 import re
 import shutil
@@ -350,6 +351,18 @@ def test_read_tokens_takes_a_limit_above_zero(tokenizer, text):
 def test_a_config_warns_about_options_that_it_does_not_have(given, meant):
     with pytest.warns(UserWarning, match=meant):
         make_config(Case("", "hf_memory_deltanet", {}), **given)
+
+
+def test_options_that_are_gone_are_refused_where_they_had_an_effect_and_else_forgotten(tmp_path):
+    config = make_config(PLAIN)
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps(saved | {"virtual_token": False}))
+    assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
+    file.write_text(json.dumps(saved | {"virtual_token": True}))
+    with pytest.raises(ValueError, match=r"virtual_token must be False .*convert again.*got True"):
+        AutoConfig.from_pretrained(tmp_path)
 
 
 def test_what_transformers_writes_into_a_config_is_no_unknown_option(tmp_path):

@@ -15,6 +15,13 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.files.folders import check_regular
 
 RUN = "run.yaml"
+REMOVED = {  # names in files of earlier versions: the value with which they had no effect, and what to do otherwise
+    "spread_kept": (False, "leave it out: kept-by-head, the default, gives each head a number"),
+    "scored_by": (
+        None,
+        "use hf_memory.conversion.distill, which takes a larger model as the teacher",
+    ),
+}
 LONGEST = 2**16  # bytes of a file; usual ones have 2,000
 # flags that do not change a result
 OF_ONE_CALL = {
@@ -69,6 +76,10 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
     given = {
         str(name).replace("-", "_"): value for name, value in content.items() if value is not None
     }
+    for name, (unused, advice) in REMOVED.items():
+        if (value := given.pop(name, unused)) != unused:
+            removed = name.replace("_", "-")
+            raise ValueError(f"config must not have {removed} since 0.2.0: {advice}; got {value!r}")
     if unknown := sorted(set(given) - set(by_name)):
         flags = ", ".join(dict.fromkeys(_names(x)[0].replace("_", "-") for x in by_name.values()))
         raise ValueError(f"config must have names from {flags}, got {', '.join(unknown)}")

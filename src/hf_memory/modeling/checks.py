@@ -78,6 +78,13 @@ PASSED_ON = (  # names that transformers takes for a config without a field
     "trust_remote_code",
     "transformers_version",
 )
+REMOVED = {  # options of earlier versions: the value with which they had no effect, and what must be given now
+    "dpfp_nu": (3, "3 from hf_memory 0.1.0 on"),
+    "virtual_token": (
+        False,
+        "False from hf_memory 0.2.0 on (convert again with num_sink_tokens=4 or attention_sinks=True)",
+    ),
+}
 ELSEWHERE = {  # names of fields in other libraries
     "d_ff": "intermediate_size",
     "d_model": "hidden_size",
@@ -155,6 +162,18 @@ def check_gate(gate: str, gates: tuple[str, ...]) -> None:
         f"one of {', '.join(map(repr, gates))}, or another after hf_memory.modeling.register_gate"
     )
     check(gate in gates, "gate", wanted, gate)
+
+
+def without_removed(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a config without those that earlier versions had and this one has not.
+
+    Raises:
+        ValueError: if one was in use, since the model would predict something else without it.
+    """
+    for name, (unused, expected) in REMOVED.items():
+        given = options.get(name, unused)
+        check(given == unused, name, expected, given)
+    return {name: value for name, value in options.items() if name not in REMOVED}
 
 
 def warn_unknown(config_class: type, names: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ from hf_memory.modeling.checks import (
     check_word,
     strict,
     warn_unknown,
+    without_removed,
 )
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.modeling.options import AttentionWindow, Experts, ProductKeys, TeacherShape
@@ -134,6 +135,7 @@ class MemoryConfig(
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        kwargs = without_removed(kwargs)
         warn_unknown(type(self), kwargs)
         check_numbers(self.numbers)
         derived = self._derive({})
