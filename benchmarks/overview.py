@@ -47,7 +47,7 @@ MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
         (-7, 0),
         "right",
     ),
-    "constant, 40 steps at 3e-5, seed 0": (
+    "constant by head, 20 steps at 3e-5, seed 0": (
         "constant, 4 and 8 bits",
         "tab:blue",
         (7, 0),

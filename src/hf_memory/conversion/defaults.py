@@ -70,6 +70,8 @@ SIZES: dict[str, dict] = {
         "num_kept_tokens": 120,
         "full_attention_window": 2560,
         "sliding_window": 32,
+        # of 16 tokens, a block and its queries would take the room of 30 kept tokens
+        "kept_block_size": 8,
         "cache_bits": {"full_attention_heads": 4, "window": 8},
     },
 }
