@@ -65,6 +65,7 @@ NOT_TESTED = {  # of the options that all families share, and of the Memory Tran
     "use_cache, mixer_backend": "speed",
     "cache_bits": "how exactly states are stored: test_cache_bits.py",
     "pad_token_id, bos_token_id, eos_token_id": "names of tokens",
+    "teacher_name_or_path": "what a card says: test_shrink_cache.py",
     "adaptive_computation, halting_epsilon": "models that run a layer more than once: test_depth.py",
 }
 

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, pipeline
+from transformers.utils import logging
 
 import hf_memory
 from hf_memory.conversion import Schedule, distill, shrink_cache
@@ -155,8 +156,16 @@ def test_progress_is_reported_to_its_end(teacher):
 
 
 def test_bars_are_those_of_transformers(teacher, capsys):
-    shrink_cache(teacher, text=TEXT, **HOW)
-    assert "ranking heads: 100%" in capsys.readouterr().err
+    is_shown = logging.is_progress_bar_enabled()
+    try:
+        logging.enable_progress_bar()
+        shrink_cache(teacher, text=TEXT, **HOW)
+        assert "ranking heads: 100%" in capsys.readouterr().err
+        logging.disable_progress_bar()
+        shrink_cache(teacher, text=TEXT, **HOW)
+        assert "ranking" not in capsys.readouterr().err
+    finally:
+        (logging.enable_progress_bar if is_shown else logging.disable_progress_bar)()
 
 
 def test_a_size_in_a_word(teacher):

@@ -119,14 +119,17 @@ class Bars:
 
     def __init__(self) -> None:
         self.task = ""
+        self.done = 0
         self.bar: Any = None
 
     def __call__(self, now: Progress) -> None:
         """Advance the bar of a task, or begin one."""
         if now.task != self.task:
             self.task = now.task
+            self.done = 0
             self.bar = logging.tqdm(total=now.total, desc=now.task)
-        self.bar.update(now.done - self.bar.n)
+        self.bar.update(now.done - self.done)
+        self.done = now.done
         if now.done == now.total:
             self.bar.close()
             self.task = ""
