@@ -82,6 +82,16 @@ def test_nothing_of_the_model_changes(teacher):
     assert not any(x.grad is not None for x in model.parameters())
 
 
+def test_parts_of_a_fused_weight_learn_if_it_does():
+    model = make_teacher("phi3")
+    fused = model.model.layers[0].self_attn.qkv_proj
+    fused.weight.requires_grad = False
+    options = {**FOUND, "full_attention_heads": [[], []], "num_kept_tokens": 0}
+    mixers = [layer.mixer for layer in shrink_cache(model, **options).model.layers]
+    learns = [[getattr(x, f"{y}_proj").weight.requires_grad for y in "qkv"] for x in mixers]
+    assert learns == [[False] * 3, [True] * 3]
+
+
 def test_a_cache_is_smaller_than_the_models(teacher, student):
     tokens = 8192
     assert cache_bytes(student.config, tokens) < kv_cache_bytes(teacher.config, tokens) / 2

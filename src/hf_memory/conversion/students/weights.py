@@ -59,13 +59,15 @@ def share(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
     be on the meta device.
     """
     values, weights = _values(student, student.state_dict(), teacher)
-    learns = {x.data_ptr(): x.requires_grad for x in teacher.parameters()}
+    parameters = dict(teacher.named_parameters(remove_duplicate=False))
+    source_of = {name: source for source, names in weights.used.items() for name in names}
     shared: dict[tuple, nn.Parameter] = {}
     for name, x in values.items():
         place, _, own_name = name.rpartition(".")
         key = x.data_ptr(), x.shape, x.stride()
         if key not in shared:
-            shared[key] = nn.Parameter(x, requires_grad=learns.get(x.data_ptr(), True))
+            learns = parameters[source_of[name]].requires_grad
+            shared[key] = nn.Parameter(x, requires_grad=learns)
         setattr(student.get_submodule(place), own_name, shared[key])
     return weights
 
