@@ -24,6 +24,7 @@ from hf_memory.evaluation.record import said, scores_of
 from hf_memory.evaluation.scores import ALL, RATIO, SCORE, SUMMARY, TEACHERS, WIN, is_unanswered
 from hf_memory.evaluation.tasks import FACTOR, Found
 from hf_memory.files.folders import RESULTS
+from hf_memory.modeling.card import is_on_hub
 from hf_memory.progress import History
 
 CARD = Path(__file__).with_name("model_card.md")
@@ -176,13 +177,13 @@ def add_results(path: Path, results: Results) -> None:
 
 def model_card(results: Results) -> ModelCard:
     """The card of a student, with its table of results."""
-    is_on_hub = "/" in results.teacher and not Path(results.teacher).exists()
+    has_repository = is_on_hub(results.teacher)
     data = ModelCardData(
         **results.terms,
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=results.teacher if is_on_hub else None,
-        base_model_relation="finetune" if is_on_hub else None,
+        base_model=results.teacher if has_repository else None,
+        base_model_relation="finetune" if has_repository else None,
         datasets=_datasets(results) or None,
         tags=[
             "hf_memory",

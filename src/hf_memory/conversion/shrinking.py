@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from hf_memory.conversion.teachers.loading import load_tokenizer
 from hf_memory.files.manual import sections
 from hf_memory.files.text import Text, check_text, start_of
 from hf_memory.modeling.any_model import check_model, evaluating
+from hf_memory.modeling.card import is_on_hub
 from hf_memory.modeling.checks import check
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.options import AttentionWindow
@@ -154,7 +154,7 @@ def _check_model(model: Any) -> None:
     kinds = sorted({type(x.data).__name__ for x in model.parameters()} - {"Tensor"})
     check(not kinds, "model", "one whose weights are neither quantised nor sharded", kinds)
     is_loaded = all(x.device.type != "meta" for x in model.parameters())
-    check(is_loaded, "model", "loaded whole, got weights on the meta device in", name)
+    check(is_loaded, "model", "loaded whole, without weights on the meta device", name)
     devices = {str(x.device) for x in model.parameters()}
     check(len(devices) == 1, "model", "on one device", sorted(devices))
     if changed := [name for name, x in model.named_modules() if _is_changed(x)]:
@@ -213,7 +213,7 @@ def _sharing(found: PreTrainedConfig, model: PreTrainedModel) -> MemoryTransform
     """A student of this config whose parameters share the memory of a model's."""
     config: Any = copy.deepcopy(found)
     name = model.name_or_path or ""
-    if "/" in name and not Path(name).exists():
+    if is_on_hub(name):
         config.teacher_name_or_path = name
     with init_empty_weights(include_buffers=False):
         student = MemoryTransformerForCausalLM(config)

@@ -76,6 +76,11 @@ def make_card(model: PreTrainedModel, loaded: ModelCardData) -> ModelCard:
     return ModelCard(f"---\n{data}\n---\n\n{text}")
 
 
+def is_on_hub(name: str) -> bool:
+    """Whether the name of a model is that of a repository on the Hub, and not of a folder or file."""
+    return "/" in name and not Path(name).exists()
+
+
 def is_blank(card: ModelCard) -> bool:
     """Whether a card is the one that transformers makes of nothing."""
     described = (

@@ -312,16 +312,10 @@ class Kept(NamedTuple):
 
     def _write_apart(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Any]:
         """The same for rows whose states are anywhere in memory."""
-        rows = context.each_row()
-        held = [Entries.among(alone.states, self.prefix) for alone in rows]
-        ends = [
-            self._write_at(entries, q[i : i + 1], new.row(i), alone.uniform_length)
-            for i, (entries, alone) in enumerate(zip(held, rows))
-        ]
+        held, ends = write_each_row(self.prefix, self._write_at, q, new, context)
         keys, values = ([x[i][0] for x in held] for i in range(2))
         visible = torch.cat([entries.number for entries in held]) > 0
-        seen = Seen(keys, values, visible, new.rows, context.backend)
-        return seen, None if all(x is None for x in ends) else ends
+        return Seen(keys, values, visible, new.rows, context.backend), ends
 
     def _write_padded(
         self, held: Entries, q: Tensor, new: New, context: Context
@@ -386,6 +380,23 @@ def if_any(ends: Tensor, change: Callable[..., None], held: Sequence[Tensor]) ->
 
     # in a graph, which has both branches; what is changed in place is not copied
     torch.cond(ends.any(), changed, unchanged, (*held, ends))
+
+
+def write_each_row(
+    prefix: str,
+    write_at: Callable[[Entries, Tensor, New, int], Tensor | None],
+    q: Tensor,
+    new: New,
+    context: Context,
+) -> tuple[list[Entries], list[Tensor | None] | None]:
+    """Write one token of each row by `write_at` where its states are: these, and whose blocks end, or None."""
+    rows = context.each_row()
+    held = [Entries.among(alone.states, prefix) for alone in rows]
+    ends = [
+        write_at(entries, q[i : i + 1], new.row(i), alone.uniform_length)
+        for i, (entries, alone) in enumerate(zip(held, rows))
+    ]
+    return held, None if all(x is None for x in ends) else ends
 
 
 def ending(place: Tensor, block: int) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts.kept import Entries, Kept, ending, if_any, write_rows
+from hf_memory.mixers.pasts.kept import Entries, Kept, ending, if_any, write_each_row, write_rows
 from hf_memory.mixers.pasts.rows import New, Seen, states_of_rows
 from hf_memory.ops import cpu
 from hf_memory.ops.masks import Tokens
@@ -242,16 +242,10 @@ class KeptByHead(NamedTuple):
 
     def _write_apart(self, q: Tensor, new: New, context: Context) -> tuple[Seen, Any]:
         """The same for rows whose states are anywhere in memory."""
-        rows = context.each_row()
-        held = [Entries.among(alone.states, self.prefix) for alone in rows]
-        ends = [
-            self._write_at(entries, q[i : i + 1], new.row(i), alone.uniform_length)
-            for i, (entries, alone) in enumerate(zip(held, rows))
-        ]
+        held, ends = write_each_row(self.prefix, self._write_at, q, new, context)
         keys, values = ([x[i] for x in held] for i in range(2))
         visible = torch.cat([entries.number for entries in held])[:, None] > 0
-        seen = Seen(keys, values, visible, new.rows, context.backend, self.sizes)
-        return seen, None if all(x is None for x in ends) else ends
+        return Seen(keys, values, visible, new.rows, context.backend, self.sizes), ends
 
     def _write_padded(self, held: Entries, q: Tensor, new: New, context: Context) -> Tensor | None:
         """The same for rows that may have read different numbers of tokens before."""
