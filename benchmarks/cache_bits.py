@@ -35,6 +35,8 @@ from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_
 from hf_memory.conversion.students.kept_tokens import kept_by_head
 from hf_memory.evaluation import cache_share
 from hf_memory.evaluation.scores import KINDS, Place, ask
+from hf_memory.mixers.pasts.policy import POLICIES, register_eviction
+from hf_memory.ops.kv_eviction.policies import DECAY, Block, EvictionPolicy
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -161,12 +163,34 @@ class Keeping(NamedTuple):
     eviction: str
     mean: int  # tokens of each head
     by_head: bool = False
+    decay: float = DECAY  # of what a token was worth, for each block of 16 tokens
 
     @property
     def name(self) -> str:
         """Of its row."""
         how = "by head" if self.by_head else "of each head"
-        return f"{self.eviction}, {self.mean} {how}"
+        decay = "" if self.decay == DECAY else f", decay {self.decay}"
+        return f"{self.eviction}, {self.mean} {how}{decay}"
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy, which is registered if it is not one of the package."""
+        if self.decay == DECAY:
+            return self.eviction
+        name = f"{self.eviction} with decay {self.decay}"
+        register_eviction(name, WithDecay(POLICIES[self.eviction], self.decay))
+        return name
+
+
+class WithDecay(NamedTuple):
+    """An eviction policy of the package with another decay."""
+
+    policy: EvictionPolicy
+    decay: float
+
+    def __call__(self, block: Block) -> Tensor:
+        """What its entries are worth."""
+        return self.policy(block) + (self.decay - DECAY) * block.score
 
 
 KEEPINGS = (
@@ -176,6 +200,11 @@ KEEPINGS = (
     Keeping("change_of_output", 360, True),
     Keeping("change_of_output", 505),
     Keeping("change_of_output", 505, True),
+    Keeping("change_of_output", 360, True, decay=0.95),
+    Keeping("change_of_output", 360, True, decay=0.6),
+    Keeping("change_of_output", 360, True, decay=0.4),
+    Keeping("change_of_output", 360, True, decay=0.2),
+    Keeping("change_of_output", 360, True, decay=0.0),
 )
 
 
@@ -214,14 +243,14 @@ def untrained(teacher: PreTrainedModel, student: Student) -> PreTrainedModel:
 def kept_options(keeping: Keeping) -> dict[str, Any]:
     """The options of a student with the same number in each head."""
     options = yaml.safe_load((ROOT / "recipes" / "smollm2-small.yaml").read_text())["option"]
-    return options | {"num_kept_tokens": keeping.mean, "eviction": keeping.eviction}
+    return options | {"num_kept_tokens": keeping.mean, "eviction": keeping.policy}
 
 
 def numbers_by_head(
     teacher: PreTrainedModel, tokens: Tensor, keeping: Keeping, known: dict[str, Any]
 ) -> list[list[int]]:
     """How many tokens each head keeps, by a text [T], or in proportion to a row that is known."""
-    first = keeping._replace(mean=CHOSEN_AT)
+    first = keeping._replace(mean=CHOSEN_AT, decay=DECAY)
     if first.name in known:
         chosen = known[first.name]["num_kept_tokens"]
     else:
