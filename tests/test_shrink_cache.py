@@ -16,7 +16,14 @@ import hf_memory
 from hf_memory.conversion import Schedule, distill, shrink_cache
 from hf_memory.conversion.students import own_window
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes
-from teachers import TEACHERS, every_teacher, make_teacher, make_tokenizer, text
+from teachers import (
+    TEACHERS,
+    every_teacher,
+    make_teacher,
+    make_tokenizer,
+    text,
+    with_long_rope,
+)
 
 # of which a text of 200 tokens is more than heads hold
 SMALL = {"sliding_window": 4, "num_kept_tokens": 16, "num_sink_tokens": 1, "kept_block_size": 4}
@@ -109,6 +116,18 @@ def test_what_was_found_is_saved_and_applied_again(teacher, student, tmp_path):
     fewer_bits = shrink_cache(teacher, tmp_path, cache_bits=4)
     assert fewer_bits.config.cache_bits == 4
     assert fewer_bits.config.num_kept_tokens == student.config.num_kept_tokens
+
+
+def test_a_student_of_a_model_with_long_rope_has_the_positions_that_are_asked_for():
+    model = with_long_rope(96)
+    with pytest.raises(ValueError, match="max_position_embeddings must be given"):
+        shrink_cache(model, **FOUND)
+    options = {**FOUND, "sliding_window": 64, "num_kept_tokens": 0}
+    student = shrink_cache(model, **options, max_position_embeddings=96)
+    tokens = text(40)[None]
+    torch.testing.assert_close(student(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    again = shrink_cache(model, student.config)
+    assert torch.equal(again(tokens).logits, student(tokens).logits)
 
 
 def test_a_student_is_saved_and_loaded_with_its_weights(teacher, tmp_path):

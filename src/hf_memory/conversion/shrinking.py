@@ -19,7 +19,7 @@ from hf_memory.conversion.recipe import Recipe, Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.students import student_config
 from hf_memory.conversion.students.weights import share
-from hf_memory.conversion.teachers import find_teacher
+from hf_memory.conversion.teachers import find_teacher, has_two_ropes
 from hf_memory.conversion.teachers.loading import load_tokenizer
 from hf_memory.files.manual import sections
 from hf_memory.files.text import Text, check_text, start_of
@@ -185,7 +185,8 @@ def _found(
         config = MemoryTransformerConfig.from_pretrained(name)
     is_student = isinstance(config, MemoryTransformerConfig)
     check(is_student, "config", "the config of a student, a folder or a name on the Hub", name)
-    options = {x: copy.deepcopy(getattr(config, x)) for x in FOUND}
+    fields = (*FOUND, "max_position_embeddings") if has_two_ropes(teacher) else FOUND
+    options = {x: copy.deepcopy(getattr(config, x)) for x in fields}
     expected = student_config(teacher, "attention", (), options)
     for field in (*SIZES, "layer_types"):
         theirs, ours = getattr(config, field), getattr(expected, field)
