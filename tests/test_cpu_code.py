@@ -85,6 +85,16 @@ def test_attention_is_that_of_the_definition(sizes, dtype, D):
         assert not found[0][1, 0, :5].any()
 
 
+@both_dtypes
+def test_large_values_are_averaged_and_their_sum_may_be_none(dtype):
+    values = torch.zeros(1, 1, 40, 64)
+    values[..., 0] = 1e38
+    q = torch.zeros(1, 1, 5, 64, dtype=dtype)
+    keys, values = IN_BYTES.stored(torch.zeros(1, 1, 40, 64), values)
+    o, _ = attention_in_bits(q, keys, values, rows=IN_BYTES, scale=0.3)
+    torch.testing.assert_close(o[..., 0].float(), torch.full((1, 1, 5), 1e38), rtol=1e-2, atol=0)
+
+
 def empty(past, rows, D, dtype):
     """The states before the first token."""
     states = {}
