@@ -121,7 +121,9 @@ def test_positions_of_a_student_are_asked_for_where_the_angles_of_its_teacher_ch
         make_student(teacher, "linear")
     with pytest.raises(ValueError, match=both):
         resolve(Recipe("linear", keep="none", **BOTH_STAGES), teacher.config, text())
-    with pytest.raises(ValueError, match=r"max_position_embeddings .* at most the teacher's 96, got 97"):
+    with pytest.raises(
+        ValueError, match=r"max_position_embeddings .* at most the teacher's 96, got 97"
+    ):
         make_student(teacher, "linear", max_position_embeddings=97)
     with pytest.raises(ValueError, match=r"max_position_embeddings must be int.* got '16'"):
         make_student(teacher, "linear", max_position_embeddings="16")

@@ -99,6 +99,18 @@ def test_parts_of_a_fused_weight_learn_if_it_does():
     assert learns == [[False] * 3, [True] * 3]
 
 
+def test_heads_are_chosen_within_inference_mode_too(teacher, student):
+    with torch.inference_mode():
+        made = shrink_cache(teacher, text=TEXT, **HOW)
+    assert made.config.to_dict() == student.config.to_dict()
+    made.train()(TEXT[None], labels=TEXT[None]).loss.backward()
+    teacher.zero_grad()
+    with torch.inference_mode():
+        model = make_teacher()
+    with pytest.raises(ValueError, match=r"model must be loaded outside torch\.infer"):
+        shrink_cache(model, text=TEXT, **HOW)
+
+
 def test_a_cache_is_smaller_than_the_models(teacher, student):
     tokens = 8192
     assert cache_bytes(student.config, tokens) < kv_cache_bytes(teacher.config, tokens) / 2
@@ -269,7 +281,12 @@ def test_a_gpt2_is_refused_with_the_types_that_can():
         shrink_cache(gpt2(), text=TEXT)
 
 
-def test_arguments_that_do_not_fit(teacher, student):
+def test_arguments_that_do_not_fit(teacher, student, tmp_path):
+    teacher.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="config must be the config of a student, a folder or"):
+        shrink_cache(teacher, tmp_path)
+    with pytest.raises(ValueError, match="report must be None or a function, got 'bar'"):
+        shrink_cache(teacher, text=TEXT, report="bar")
     with pytest.raises(ValueError, match="text must be None with a config, which says what was"):
         shrink_cache(teacher, student.config, text=TEXT)
     with pytest.raises(
