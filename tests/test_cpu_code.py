@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from comparing import assert_close, in_float64
 from hf_memory.cache_bits import CacheBits
@@ -178,6 +179,18 @@ def test_other_arguments_are_read_by_operations():
         assert not EQUAL.is_compiled(q, context._replace(**other), scores)
     with torch.enable_grad():
         assert not EQUAL.is_compiled(q, context, scores)
+
+
+# vmap clamps rows one by one
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_what_transforms_or_records_operations_sees_operations():
+    def rounded(x):
+        return unpack(pack(x, 8), 8, 8, torch.float32)
+
+    x, y = randn(2, 3, 8)
+    expected = rounded(x)
+    assert torch.equal(torch.vmap(rounded)(x), expected)
+    assert torch.equal(make_fx(rounded)(y)(x), expected)
 
 
 @pytest.fixture

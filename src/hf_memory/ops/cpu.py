@@ -100,7 +100,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def runs(x: Tensor) -> bool:
-    """Whether compiled code takes rows x [..., D]: on a CPU in float32 or bfloat16, without gradients or graphs."""
+    """Whether compiled code takes rows x [..., D]: on a CPU in float32 or bfloat16, without gradients or graphs.
+
+    Neither what torch.func transforms nor a mode that sees each operation, such as make_fx, would notice it.
+    """
     return (
         x.device.type == "cpu"
         and x.dtype in DTYPES
@@ -110,6 +113,8 @@ def runs(x: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._len_torch_dispatch_stack()
         and library() is not None
     )
 
