@@ -225,6 +225,14 @@ def replaced(model):
     return model
 
 
+def other_part(model):
+    class Other(type(model.model.norm)):
+        """Computes something else with the same weights."""
+
+    model.model.norm = Other(model.config.hidden_size)
+    return model
+
+
 def quantized(model):
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     return model
@@ -248,6 +256,10 @@ REFUSED = {
     ),
     "hooks": (hooked, r"model must have no hooks .* got some in model\.layers\.0"),
     "a forward": (replaced, r"model must have no hooks .* got some in model\.layers\.1"),
+    "a part": (
+        other_part,
+        r"model must have no hooks and no replaced parts .* got some in model\.norm",
+    ),
     "quantised": (quantized, "model must not be quantised"),
     "sharded": (sharded, r"model must be one whose weights are neither .*, got \['Part'\]"),
     "compiled": (torch.compile, "model must be a LlamaForCausalLM.*, got 'OptimizedModule'"),

@@ -163,11 +163,16 @@ def _check_model(model: Any) -> None:
     check(is_loaded, "model", "loaded whole, without weights on the meta device", name)
     devices = {str(x.device) for x in model.parameters()}
     check(len(devices) == 1, "model", "on one device", sorted(devices))
-    if changed := [name for name, x in model.named_modules() if _is_changed(x)]:
+    with init_empty_weights():
+        built = own_class(copy.deepcopy(config))
+    kinds = {name: type(x) for name, x in built.named_modules()}
+    parts = model.named_modules()
+    if changed := [name for name, x in parts if _is_changed(x) or type(x) is not kinds.get(name)]:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise ValueError(
-            "model must have no hooks and no replaced forward, which its student would not have: remove them, or load "
-            f"it without device_map; got some in {', '.join(x or 'the model itself' for x in changed[:3])}{more}"
+            "model must have no hooks and no replaced parts or forward, which its student would not have: remove them, "
+            "or load it without device_map; got some in "
+            f"{', '.join(x or 'the model itself' for x in changed[:3])}{more}"
         )
 
 
