@@ -214,6 +214,16 @@ def test_a_compiler_that_fails_is_named(new_library, monkeypatch):
         assert new_library() is None
 
 
+def test_a_user_without_a_home_is_told(new_library, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    with pytest.warns(UserWarning, match=r"so PyTorch runs: Could not determine home"):
+        assert new_library() is None
+
+
 def test_what_is_compiled_is_found_again(new_library, monkeypatch):
     assert new_library() is not None
     new_library.cache_clear()

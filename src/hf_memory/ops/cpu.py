@@ -66,13 +66,14 @@ def library() -> Any:
     command = [compiler, *FLAGS.split(), *of_processor.split()]
     made_of = "\n".join([SOURCE.read_text(), platform.machine(), *command])
     name = hashlib.sha256(made_of.encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    file = Path(cache) / "hf_memory" / f"{name}.so"
     try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        file = Path(cache) / "hf_memory" / f"{name}.so"
         if not file.exists():
             _compile(command, file)
         return _declared(ctypes.CDLL(str(file)))
-    except (OSError, subprocess.CalledProcessError) as fault:
+    # a user without a home has no folder
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as fault:
         said = getattr(fault, "stderr", None) or fault
         warnings.warn(
             f"{compiler} cannot compile {SOURCE.name}, so PyTorch runs: {said}", stacklevel=2
