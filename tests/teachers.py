@@ -149,6 +149,19 @@ BOTH_STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
 RUN = {"to": "gated", "keep": (1,), **BOTH_STAGES, "seed": 1}
 
 
+def with_long_rope(positions):
+    """A teacher whose angles change after 24 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 24,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 4.0, 8.0, 16.0],
+    }
+    options = {"max_position_embeddings": positions, "original_max_position_embeddings": 24}
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(Phi3Config(**{**SIZES, **options, "rope_parameters": rope})).eval()
+
+
 def make_teacher(name="llama"):
     """A small random teacher; biases and norms too, since zeros and ones would hide what is not carried over."""
     config, model, options = TEACHERS[name]

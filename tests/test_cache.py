@@ -20,6 +20,7 @@ from cases import (
     SIZES,
     every_case,
     every_kind_of_cache,
+    every_kind_of_layer,
     every_recurrent_family,
     go_on,
     make_config,
@@ -105,6 +106,21 @@ def test_reset_forgets_everything(case):
     cache = read(model, random_tokens(1, 9, seed=1))
     cache.reset()
     assert_close(go_on(model, cache, tokens), model(tokens).logits)
+
+
+@every_kind_of_layer
+def test_a_reset_leaves_what_gradients_need(case):
+    model = make_model(case, **without_plain_attention(case)).eval()
+    tokens = random_tokens(1, 7)
+    gradients = []
+    for is_reset in (False, True):
+        cache = DynamicCache(config=model.config)
+        logits = [model(x, past_key_values=cache).logits for x in tokens.split(4, 1)]
+        if is_reset:
+            cache.reset()
+        loss = torch.cat(logits, 1).square().sum()
+        gradients.append(torch.autograd.grad(loss, model.get_input_embeddings().weight)[0])
+    assert torch.equal(*gradients)
 
 
 @every_case

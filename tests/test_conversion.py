@@ -16,8 +16,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     MistralConfig,
-    Phi3Config,
-    Phi3ForCausalLM,
     TrainerCallback,
 )
 from transformers.cache_utils import DynamicCache
@@ -39,7 +37,7 @@ from hf_memory.conversion import (
 from hf_memory.conversion.defaults import SERVABLE
 from hf_memory.conversion.stages.divergence import divergence, last_hidden_states
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
-from hf_memory.conversion.students import STUDENTS
+from hf_memory.conversion.students import STUDENTS, is_exact
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.evaluation import OF_CARD, Subject, agreement, evaluate, lengths_beyond
 from hf_memory.files.text import start_of
@@ -55,6 +53,7 @@ from teachers import (
     make_tokenizer,
     same,
     text,
+    with_long_rope,
 )
 
 
@@ -69,27 +68,20 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(name):
     assert_close(teacher(tokens).logits, in_float64(student)(tokens).logits, student(tokens).logits)
 
 
-def with_long_rope(positions):
-    """A teacher whose angles change after 24 tokens."""
-    rope = {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": 24,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 4.0, 8.0, 16.0],
-    }
-    options = {"max_position_embeddings": positions, "original_max_position_embeddings": 24}
-    torch.manual_seed(0)
-    return Phi3ForCausalLM(Phi3Config(**{**SIZES, **options, "rope_parameters": rope})).eval()
+LONG_ROPE_STUDENTS = [
+    ("linear", {"keep": (0, 1)}),
+    ("attention", {"keep": (0,), "sliding_window": 4096, "cache_bits": None}),
+]
+
+
+def assert_reads_pieces(student, tokens):
+    cache = DynamicCache(config=student.config)
+    pieces = [student(x, past_key_values=cache).logits for x in tokens.split(10, 1)]
+    assert_close(torch.cat(pieces, 1), in_float64(student)(tokens).logits, student(tokens).logits)
 
 
 @pytest.mark.parametrize("positions", [24, 96])
-@pytest.mark.parametrize(
-    ("to", "options"),
-    [
-        ("linear", {"keep": (0, 1)}),
-        ("attention", {"keep": (0,), "sliding_window": 4096, "cache_bits": None}),
-    ],
-)
+@pytest.mark.parametrize(("to", "options"), LONG_ROPE_STUDENTS)
 @torch.no_grad()
 def test_a_student_of_a_teacher_with_long_rope_has_its_angles_up_to_where_they_change(
     to, options, positions
@@ -101,20 +93,38 @@ def test_a_student_of_a_teacher_with_long_rope_has_its_angles_up_to_where_they_c
     tokens = random_tokens(2, 24)
     expected = teacher(tokens).logits
     assert_close(expected, in_float64(student)(tokens).logits, student(tokens).logits)
-    longer = random_tokens(1, 40)
-    cache = DynamicCache(config=student.config)
-    pieces = [student(x, past_key_values=cache).logits for x in longer.split(10, 1)]
-    assert_close(torch.cat(pieces, 1), in_float64(student)(longer).logits, student(longer).logits)
+    assert_reads_pieces(student, random_tokens(1, 40))
 
 
-def test_a_student_cannot_go_on_where_the_angles_of_its_teacher_change():
+@pytest.mark.parametrize("positions", [25, 96])
+@pytest.mark.parametrize(("to", "options"), LONG_ROPE_STUDENTS)
+@torch.no_grad()
+def test_a_student_with_more_positions_has_the_angles_of_its_teacher_in_longer_texts(
+    to, options, positions
+):
     teacher = with_long_rope(96)
-    expected = "max_position_embeddings must be at most 24 .* LongRoPE, .* got {}: -o max_position"
-    for wanted in (25, 96):
-        with pytest.raises(ValueError, match=expected.format(wanted)):
-            make_student(teacher, "linear", max_position_embeddings=wanted)
-    with pytest.raises(ValueError, match=expected.format(96)):
+    student = make_student(teacher, to, **options, max_position_embeddings=positions)
+    carry_over(student, teacher)
+    assert student.config.max_position_embeddings == positions
+    tokens = random_tokens(2, 40)
+    expected = teacher(tokens).logits
+    assert_close(expected, in_float64(student)(tokens).logits, student(tokens).logits)
+    assert_reads_pieces(student, tokens)
+    assert is_exact(student.config, teacher.config, 25)
+    assert not is_exact(student.config, teacher.config, 24)
+
+
+def test_positions_of_a_student_are_asked_for_where_the_angles_of_its_teacher_change():
+    teacher = with_long_rope(96)
+    both = "max_position_embeddings must be given .* LongRoPE, .*=24 .*=96 .* got None"
+    with pytest.raises(ValueError, match=both):
+        make_student(teacher, "linear")
+    with pytest.raises(ValueError, match=both):
         resolve(Recipe("linear", keep="none", **BOTH_STAGES), teacher.config, text())
+    with pytest.raises(
+        ValueError, match=r"max_position_embeddings .* at most the teacher's 96, got 97"
+    ):
+        make_student(teacher, "linear", max_position_embeddings=97)
     with pytest.raises(ValueError, match=r"max_position_embeddings must be int.* got '16'"):
         make_student(teacher, "linear", max_position_embeddings="16")
     longer = {"distillation": SCHEDULE._replace(length=32), "transfer": SCHEDULE}

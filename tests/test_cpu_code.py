@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from comparing import assert_close, in_float64
 from hf_memory.cache_bits import CacheBits
@@ -83,6 +84,16 @@ def test_attention_is_that_of_the_definition(sizes, dtype, D):
     assert all((x == y).all() for x, y in zip(apart, found))
     if sizes:
         assert not found[0][1, 0, :5].any()
+
+
+@both_dtypes
+def test_large_values_are_averaged_and_their_sum_may_be_none(dtype):
+    values = torch.zeros(1, 1, 40, 64)
+    values[..., 0] = 1e38
+    q = torch.zeros(1, 1, 5, 64, dtype=dtype)
+    keys, values = IN_BYTES.stored(torch.zeros(1, 1, 40, 64), values)
+    o, _ = attention_in_bits(q, keys, values, rows=IN_BYTES, scale=0.3)
+    torch.testing.assert_close(o[..., 0].float(), torch.full((1, 1, 5), 1e38), rtol=1e-2, atol=0)
 
 
 def empty(past, rows, D, dtype):
@@ -170,6 +181,18 @@ def test_other_arguments_are_read_by_operations():
         assert not EQUAL.is_compiled(q, context, scores)
 
 
+# vmap clamps rows one by one
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_what_transforms_or_records_operations_sees_operations():
+    def rounded(x):
+        return unpack(pack(x, 8), 8, 8, torch.float32)
+
+    x, y = randn(2, 3, 8)
+    expected = rounded(x)
+    assert torch.equal(torch.vmap(rounded)(x), expected)
+    assert torch.equal(make_fx(rounded)(y)(x), expected)
+
+
 @pytest.fixture
 def new_library(monkeypatch, tmp_path):
     """`library` as in a new process, with a cache of its own."""
@@ -188,6 +211,16 @@ def test_without_a_compiler_pytorch_computes(new_library, monkeypatch):
 def test_a_compiler_that_fails_is_named(new_library, monkeypatch):
     monkeypatch.setenv("CXX", "false")
     with pytest.warns(UserWarning, match="false cannot compile cpu.cpp, so PyTorch runs"):
+        assert new_library() is None
+
+
+def test_a_user_without_a_home_is_told(new_library, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    with pytest.warns(UserWarning, match=r"so PyTorch runs: Could not determine home"):
         assert new_library() is None
 
 

@@ -433,6 +433,14 @@ def test_a_value_that_is_refused_when_it_is_assigned_changes_nothing(case):
     assert len(numbers) > 10
 
 
+def test_heads_need_a_size_where_the_width_is_no_multiple_of_their_number():
+    sizes = {"hidden_size": 32, "num_attention_heads": 3, "num_key_value_heads": 3}
+    with pytest.raises(ValueError, match=r"hidden_size must be a multiple .*unless head_dim"):
+        hf_memory.LinearTransformerConfig(**sizes)
+    for channels in (10, 12):
+        assert hf_memory.LinearTransformerConfig(**sizes, head_dim=channels).head_dim == channels
+
+
 def test_what_was_given_stays_when_an_option_is_assigned():
     case = Case(
         "",

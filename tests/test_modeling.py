@@ -575,6 +575,13 @@ BAD_CONFIGS = [
 
 
 @every_family
+@torch.no_grad()
+def test_a_model_on_the_meta_device_gives_shapes(case):
+    tokens = random_tokens(2, 5).to("meta")
+    assert make_model(case).to("meta")(tokens).logits.shape[:2] == (2, 5)
+
+
+@every_family
 @pytest.mark.parametrize(("options", "name"), BAD_CONFIGS, ids=[name for _, name in BAD_CONFIGS])
 def test_bad_config_is_refused_by_name(case, options, name):
     with pytest.raises(Exception, match=name) as error:  # the strict dataclass wraps our ValueError

@@ -777,7 +777,7 @@ def test_own_losses_that_vanish_from_a_classifier_are_seen(monkeypatch):
 def test_a_rotation_that_changes_with_the_length_of_a_text_is_seen(monkeypatch):
     monkeypatch.setattr(students, "with_one_rope", lambda shared, *others: shared)
     with pytest.raises(AssertionError):
-        test_conversion.test_a_student_cannot_go_on_where_the_angles_of_its_teacher_change()
+        test_conversion.test_positions_of_a_student_are_asked_for_where_the_angles_of_its_teacher_change()
 
 
 @pytest.mark.parametrize(

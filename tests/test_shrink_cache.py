@@ -16,7 +16,14 @@ import hf_memory
 from hf_memory.conversion import Schedule, distill, shrink_cache
 from hf_memory.conversion.students import own_window
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes
-from teachers import TEACHERS, every_teacher, make_teacher, make_tokenizer, text
+from teachers import (
+    TEACHERS,
+    every_teacher,
+    make_teacher,
+    make_tokenizer,
+    text,
+    with_long_rope,
+)
 
 # of which a text of 200 tokens is more than heads hold
 SMALL = {"sliding_window": 4, "num_kept_tokens": 16, "num_sink_tokens": 1, "kept_block_size": 4}
@@ -92,6 +99,18 @@ def test_parts_of_a_fused_weight_learn_if_it_does():
     assert learns == [[False] * 3, [True] * 3]
 
 
+def test_heads_are_chosen_within_inference_mode_too(teacher, student):
+    with torch.inference_mode():
+        made = shrink_cache(teacher, text=TEXT, **HOW)
+    assert made.config.to_dict() == student.config.to_dict()
+    made.train()(TEXT[None], labels=TEXT[None]).loss.backward()
+    teacher.zero_grad()
+    with torch.inference_mode():
+        model = make_teacher()
+    with pytest.raises(ValueError, match=r"model must be loaded outside torch\.infer"):
+        shrink_cache(model, text=TEXT, **HOW)
+
+
 def test_a_cache_is_smaller_than_the_models(teacher, student):
     tokens = 8192
     assert cache_bytes(student.config, tokens) < kv_cache_bytes(teacher.config, tokens) / 2
@@ -109,6 +128,18 @@ def test_what_was_found_is_saved_and_applied_again(teacher, student, tmp_path):
     fewer_bits = shrink_cache(teacher, tmp_path, cache_bits=4)
     assert fewer_bits.config.cache_bits == 4
     assert fewer_bits.config.num_kept_tokens == student.config.num_kept_tokens
+
+
+def test_a_student_of_a_model_with_long_rope_has_the_positions_that_are_asked_for():
+    model = with_long_rope(96)
+    with pytest.raises(ValueError, match="max_position_embeddings must be given"):
+        shrink_cache(model, **FOUND)
+    options = {**FOUND, "sliding_window": 64, "num_kept_tokens": 0}
+    student = shrink_cache(model, **options, max_position_embeddings=96)
+    tokens = text(40)[None]
+    torch.testing.assert_close(student(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    again = shrink_cache(model, student.config)
+    assert torch.equal(again(tokens).logits, student(tokens).logits)
 
 
 def test_a_student_is_saved_and_loaded_with_its_weights(teacher, tmp_path):
@@ -194,6 +225,14 @@ def replaced(model):
     return model
 
 
+def other_part(model):
+    class Other(type(model.model.norm)):
+        """Computes something else with the same weights."""
+
+    model.model.norm = Other(model.config.hidden_size)
+    return model
+
+
 def quantized(model):
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     return model
@@ -217,6 +256,10 @@ REFUSED = {
     ),
     "hooks": (hooked, r"model must have no hooks .* got some in model\.layers\.0"),
     "a forward": (replaced, r"model must have no hooks .* got some in model\.layers\.1"),
+    "a part": (
+        other_part,
+        r"model must have no hooks and no replaced parts .* got some in model\.norm",
+    ),
     "quantised": (quantized, "model must not be quantised"),
     "sharded": (sharded, r"model must be one whose weights are neither .*, got \['Part'\]"),
     "compiled": (torch.compile, "model must be a LlamaForCausalLM.*, got 'OptimizedModule'"),
@@ -250,7 +293,12 @@ def test_a_gpt2_is_refused_with_the_types_that_can():
         shrink_cache(gpt2(), text=TEXT)
 
 
-def test_arguments_that_do_not_fit(teacher, student):
+def test_arguments_that_do_not_fit(teacher, student, tmp_path):
+    teacher.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="config must be the config of a student, a folder or"):
+        shrink_cache(teacher, tmp_path)
+    with pytest.raises(ValueError, match="report must be None or a function, got 'bar'"):
+        shrink_cache(teacher, text=TEXT, report="bar")
     with pytest.raises(ValueError, match="text must be None with a config, which says what was"):
         shrink_cache(teacher, student.config, text=TEXT)
     with pytest.raises(

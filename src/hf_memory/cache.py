@@ -339,10 +339,13 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.is_padded = any(bool((x != tokens_read).any()) for x in counts)
 
     def reset(self) -> None:
-        """Empty the memory; the tensors keep their addresses."""
+        """Empty the memory; the tensors keep their addresses, but for those that a graph of gradients may need."""
         self.make_writable()
-        for state in self.states.values():
-            state.zero_()
+        for name, state in self.states.items():
+            if state.requires_grad:
+                self.states[name] = torch.zeros_like(state)
+            else:
+                state.zero_()
         self.tokens_read -= self.tokens_read  # in place, if it is a tensor
         self.is_initialized = self.is_padded = False
         self._stop_recording()

@@ -9,7 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from hf_memory.conversion.choosing import final_plan
@@ -19,7 +19,7 @@ from hf_memory.conversion.recipe import Recipe, Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.students import student_config
 from hf_memory.conversion.students.weights import share
-from hf_memory.conversion.teachers import find_teacher
+from hf_memory.conversion.teachers import find_teacher, has_two_ropes
 from hf_memory.conversion.teachers.loading import load_tokenizer
 from hf_memory.files.manual import sections
 from hf_memory.files.text import Text, check_text, start_of
@@ -43,6 +43,7 @@ SIZES = (
 )
 
 
+@torch.inference_mode(False)  # in which there would be no gradients, by which heads are chosen
 def shrink_cache(
     model: PreTrainedModel,
     config: MemoryTransformerConfig | str | PathLike | None = None,
@@ -65,8 +66,8 @@ def shrink_cache(
     `student.config.push_to_hub(name)` publishes it, and with `config` it is applied again without reading anything.
 
     The student's parameters share the memory of the model's, and nothing is trained. So training the student in place
-    changes the model, too; adapters such as LoRA do not, and `copy.deepcopy(student)` has weights of its own. What
-    `.to()` moves to another device or dtype is shared no longer.
+    changes the model, too; adapters such as LoRA do not until they are merged, and `copy.deepcopy(student)` has weights
+    of its own. What `.to()` moves to another device or dtype is shared no longer.
 
     Args:
         model: a causal language model of a type in TEACHERS, as `AutoModelForCausalLM` loads it; it is not changed.
@@ -93,6 +94,7 @@ def shrink_cache(
         OSError: if a config or a tokenizer cannot be loaded.
     """
     _check_model(model)
+    check(report is None or callable(report), "report", "None or a function", report)
     if config is not None:
         for name, given in {"text": text, "size": size, "keep": keep}.items():
             check(given is None, name, "None with a config, which says what was found", given)
@@ -153,15 +155,24 @@ def _check_model(model: Any) -> None:
     check(is_own, "model", f"a {own_class.__name__}, which the student computes as it does", name)
     kinds = sorted({type(x.data).__name__ for x in model.parameters()} - {"Tensor"})
     check(not kinds, "model", "one whose weights are neither quantised nor sharded", kinds)
+    is_plain = not any(x.is_inference() for x in model.parameters())
+    check(
+        is_plain, "model", "loaded outside torch.inference_mode(), which allows no gradients", name
+    )
     is_loaded = all(x.device.type != "meta" for x in model.parameters())
     check(is_loaded, "model", "loaded whole, without weights on the meta device", name)
     devices = {str(x.device) for x in model.parameters()}
     check(len(devices) == 1, "model", "on one device", sorted(devices))
-    if changed := [name for name, x in model.named_modules() if _is_changed(x)]:
+    with init_empty_weights():
+        built = own_class(copy.deepcopy(config))
+    kinds = {name: type(x) for name, x in built.named_modules()}
+    parts = model.named_modules()
+    if changed := [name for name, x in parts if _is_changed(x) or type(x) is not kinds.get(name)]:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise ValueError(
-            "model must have no hooks and no replaced forward, which its student would not have: remove them, or load "
-            f"it without device_map; got some in {', '.join(x or 'the model itself' for x in changed[:3])}{more}"
+            "model must have no hooks and no replaced parts or forward, which its student would not have: remove them, "
+            "or load it without device_map; got some in "
+            f"{', '.join(x or 'the model itself' for x in changed[:3])}{more}"
         )
 
 
@@ -175,17 +186,16 @@ def _is_changed(module: torch.nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module) or hasattr(module, "parametrizations")
 
 
-def _found(
-    config: MemoryTransformerConfig | str | PathLike, teacher: PreTrainedConfig
-) -> dict[str, Any]:
+def _found(config: PreTrainedConfig | str | PathLike, teacher: PreTrainedConfig) -> dict[str, Any]:
     """The options of a student that were found for a teacher of these sizes."""
     name = type(config).__name__
     if isinstance(config, str | PathLike):
         name = fspath(config)
-        config = MemoryTransformerConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     is_student = isinstance(config, MemoryTransformerConfig)
     check(is_student, "config", "the config of a student, a folder or a name on the Hub", name)
-    options = {x: copy.deepcopy(getattr(config, x)) for x in FOUND}
+    fields = (*FOUND, "max_position_embeddings") if has_two_ropes(teacher) else FOUND
+    options = {x: copy.deepcopy(getattr(config, x)) for x in fields}
     expected = student_config(teacher, "attention", (), options)
     for field in (*SIZES, "layer_types"):
         theirs, ours = getattr(config, field), getattr(expected, field)

@@ -206,9 +206,14 @@ class MemoryConfig(
 
     def set_defaults(self) -> None:
         """Set fields that are not given, and whose default depends on other fields."""
+        heads = self.num_attention_heads
+        width = self.hidden_size
+        is_divided = self.head_dim is not None or width % heads == 0
+        wanted = f"a multiple of num_attention_heads={heads} unless head_dim is set"
+        check(is_divided, "hidden_size", wanted, width)
         self.fill(
-            num_key_value_heads=self.num_attention_heads,
-            head_dim=self.hidden_size // self.num_attention_heads,
+            num_key_value_heads=heads,
+            head_dim=width // heads,
             layer_types=["memory"] * self.num_hidden_layers,
         )
 
@@ -340,19 +345,11 @@ class MemoryConfig(
         check_each(self, "layer_types", self.layer_types, tuple(self.mixers))
         heads = self.num_attention_heads
         groups = self.num_key_value_heads
-        width = self.hidden_size
         check(
             heads % groups == 0,
             "num_attention_heads",
             f"a multiple of num_key_value_heads={groups}",
             heads,
-        )
-        is_divided = self.head_dim * heads == width or width % heads == 0
-        check(
-            is_divided,
-            "hidden_size",
-            f"a multiple of num_attention_heads={heads} unless head_dim is set",
-            width,
         )
         check(
             self.head_dim % 2 == 0,

@@ -71,6 +71,8 @@ inline float exponential(float x) {
 // A row times orthonormal Hadamard matrices, one for each block of channels, in place.
 template <class T> void rotate(T *x, int D) {
   const int size = D & -D;
+  const T factor = 1 / std::sqrt((T)size);
+  for (int i = 0; i < D; ++i) x[i] *= factor; // first, so that no sum is larger than what is found
   for (int half = 1; half < size; half *= 2)
     for (int start = 0; start < D; start += 2 * half)
       for (int i = start; i < start + half; ++i) {
@@ -79,8 +81,6 @@ template <class T> void rotate(T *x, int D) {
         x[i] = first + second;
         x[i + half] = first - second;
       }
-  const T factor = 1 / std::sqrt((T)size);
-  for (int i = 0; i < D; ++i) x[i] *= factor;
 }
 
 template <class T> void pack(int64_t rows, int D, const T *x, uint8_t *packed) {
@@ -144,6 +144,8 @@ void attend(const Head &head, int D, const float *q, float softcap, float *p, fl
       total[g] += x;
     }
     mass[g] = total[g] ? most + std::log(total[g]) : -INFINITY;
+    const float factor = total[g] ? 1 / total[g] : 0;
+    for (int64_t j = 0; j < n; ++j) of_query[j] *= factor; // before sums, in which values may be large
   }
   for (int64_t j = 0; j < n; ++j) {
     const uint8_t *row = head.values + j * head.stride;
@@ -155,7 +157,7 @@ void attend(const Head &head, int D, const float *q, float softcap, float *p, fl
     }
   }
   for (int g = 0; g < G; ++g)
-    for (int d = 0; d < D; ++d) o[g * D + d] = total[g] ? sums[g][d] / total[g] : 0;
+    for (int d = 0; d < D; ++d) o[g * D + d] = total[g] ? sums[g][d] : 0;
 }
 
 template <int CHANNELS>

@@ -66,13 +66,14 @@ def library() -> Any:
     command = [compiler, *FLAGS.split(), *of_processor.split()]
     made_of = "\n".join([SOURCE.read_text(), platform.machine(), *command])
     name = hashlib.sha256(made_of.encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    file = Path(cache) / "hf_memory" / f"{name}.so"
     try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        file = Path(cache) / "hf_memory" / f"{name}.so"
         if not file.exists():
             _compile(command, file)
         return _declared(ctypes.CDLL(str(file)))
-    except (OSError, subprocess.CalledProcessError) as fault:
+    # a user without a home has no folder
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as fault:
         said = getattr(fault, "stderr", None) or fault
         warnings.warn(
             f"{compiler} cannot compile {SOURCE.name}, so PyTorch runs: {said}", stacklevel=2
@@ -100,7 +101,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def runs(x: Tensor) -> bool:
-    """Whether compiled code takes rows x [..., D]: on a CPU in float32 or bfloat16, without gradients or graphs."""
+    """Whether compiled code takes rows x [..., D]: on a CPU in float32 or bfloat16, without gradients or graphs.
+
+    Neither what torch.func transforms nor a mode that sees each operation, such as make_fx, would notice it.
+    """
     return (
         x.device.type == "cpu"
         and x.dtype in DTYPES
@@ -110,6 +114,8 @@ def runs(x: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._len_torch_dispatch_stack()
         and library() is not None
     )
 

@@ -28,7 +28,8 @@ def with_bfloat16_products(op: Callable) -> Callable:
 def without_autocast(function: Callable, x: Tensor, *others: Any, **kwargs: Any) -> Any:
     """The result of `function(x, *others, **kwargs)` in the dtypes of these arguments, whatever autocast says."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):  # the context is expensive, this test is not
+    # the context is expensive, this test is not; the meta device has no autocast
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return function(x, *others, **kwargs)
     with torch.autocast(kind, enabled=False):
         return function(x, *others, **kwargs)

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.cache import LAYER_TYPES
-from hf_memory.conversion.teachers import shared_options, with_one_rope
+from hf_memory.conversion.teachers import rotates_alike, shared_options, with_one_rope
 from hf_memory.files.names import nearest
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.any_model import layer_types
@@ -43,6 +43,8 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
         teacher: the teacher's config.
         length: tokens of the texts that they read.
     """
+    if not rotates_alike(config, teacher, length):
+        return False
     seen = [
         teacher.sliding_window if kind == "sliding_attention" else length
         for kind in layer_types(teacher)

@@ -164,11 +164,18 @@ def shared_options(config: PreTrainedConfig) -> dict:
     return {**shared, "head_dim": head_dim(config), **teacher.always, **teacher.others(config)}
 
 
+def has_two_ropes(config: PreTrainedConfig) -> bool:
+    """Whether a teacher rotates texts beyond some length by other angles."""
+    shared = shared_options(config)
+    return any(_is_changing(shared[name]) for name in ROPES if shared.get(name))
+
+
 def with_one_rope(shared: dict, config: PreTrainedConfig, positions: int | None = None) -> dict:
     """Shared options of a teacher whose rotation is the same for texts of any length.
 
     A memory keeps keys that were rotated, so it cannot go on with other angles. Those of LongRoPE change after the
-    length that a teacher was first trained for; its student has those up to this length, and no more positions.
+    length that a teacher was first trained for. A student with positions up to this length has those of shorter texts,
+    and one with more has those of longer texts for all (as in vLLM, by `max_model_len`).
 
     Args:
         shared: the options that `shared_options` gives.
@@ -176,28 +183,54 @@ def with_one_rope(shared: dict, config: PreTrainedConfig, positions: int | None 
         positions: number of positions that the user wants; None: not said.
 
     Raises:
-        ValueError: if the teacher has more positions than its student can have, and they are wanted or nothing is said.
+        ValueError: if the angles change among the teacher's positions and the user has not said how many the student
+            needs, or wants more than the teacher has.
     """
     check_type("max_position_embeddings", positions, int | None)
     ropes = {name: shared[name] for name in ROPES if shared.get(name)}
+    most = config.max_position_embeddings
     for name, rope in ropes.items():
         kind = rope["rope_type"]
         wanted = "one whose angles are the same in texts of any length"
         check(kind != "dynamic", f"rope_type of {name} of the teacher", wanted, kind)
-        if kind != "longrope" or rope["short_factor"] == rope["long_factor"]:
+        if not _is_changing(rope):
             continue
         first = rope["original_max_position_embeddings"]
-        asked = config.max_position_embeddings if positions is None else positions
-        if asked > first:
+        if positions is None and most > first:
             raise ValueError(
-                f"max_position_embeddings must be at most {first} for a student of a teacher with LongRoPE, whose "
-                f"angles change after so many tokens, while a memory keeps keys of one kind, got {asked}: "
-                f"-o max_position_embeddings={first}"
+                f"max_position_embeddings must be given for a student of a teacher with LongRoPE, whose angles change "
+                f"after {first} tokens, while a memory keeps keys of one kind: -o max_position_embeddings={first} for "
+                f"its predictions in texts up to this length, or -o max_position_embeddings={most} for those in "
+                "longer texts, with which shorter ones are predicted a little worse; got None"
             )
-        scaling = _attention_factor(config, rope)
-        changed = {"long_factor": rope["short_factor"], "attention_factor": scaling}
+        asked = most if positions is None else positions
+        check(asked <= most, "max_position_embeddings", f"at most the teacher's {most}", asked)
+        factors = rope["long_factor" if asked > first else "short_factor"]
+        changed = {
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": _attention_factor(config, rope),
+        }
         shared = {**shared, name: {**rope, **changed}, "max_position_embeddings": asked}
     return shared
+
+
+def rotates_alike(config: PreTrainedConfig, teacher: PreTrainedConfig, length: int) -> bool:
+    """Whether a student rotates texts of so many tokens as its teacher does."""
+    shared = shared_options(teacher)
+    for name in ROPES:
+        rope = shared.get(name)
+        if rope is None or not _is_changing(rope):
+            continue
+        is_long = length > rope["original_max_position_embeddings"]
+        factors = rope["long_factor" if is_long else "short_factor"]
+        if getattr(config, name)["short_factor"] != factors:
+            return False
+    return True
+
+
+def _is_changing(rope: Mapping[str, Any]) -> bool:
+    return rope["rope_type"] == "longrope" and rope["short_factor"] != rope["long_factor"]
 
 
 def _attention_factor(config: PreTrainedConfig, rope: Mapping[str, Any]) -> float:
