@@ -50,9 +50,9 @@ float scale_of(const uint8_t *row) {
   return number_of(found);
 }
 
-// e^x of x <= 0, to the precision of float; a loop over it needs no calls.
+// e^x of x <= 0, to the precision of float; a loop over it needs neither calls nor branches.
 inline float exponential(float x) {
-  x = x < -87 ? -87 : x;
+  x = x < -88 ? -88 : x; // whose power below is zero
   const float n = std::nearbyint(x * 1.44269504f);
   const float r = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, x));
   float p = 1.9875691500e-4f;
@@ -138,11 +138,14 @@ void attend(const Head &head, int D, const float *q, float softcap, float *p, fl
       if (is_hidden) of_query[j] = -INFINITY;
       most = of_query[j] > most ? of_query[j] : most;
     }
+    if (most == -INFINITY) most = 0; // nothing is visible
+    float sum = 0;
     for (int64_t j = 0; j < n; ++j) {
-      const float x = of_query[j] == -INFINITY ? 0 : exponential(of_query[j] - most);
+      const float x = exponential(of_query[j] - most);
       of_query[j] = x;
-      total[g] += x;
+      sum += x;
     }
+    total[g] = sum;
     mass[g] = total[g] ? most + std::log(total[g]) : -INFINITY;
   }
   for (int64_t j = 0; j < n; ++j) {
@@ -211,6 +214,13 @@ struct Entries {
   int c;           // entries after these, which are the tokens of the block
 };
 
+// The number of empty entries before all others: after few tokens most of those that stay.
+int leading_empty(const Entries &held) {
+  int found = 0;
+  while (found < held.stay && !held.number[found]) ++found;
+  return found;
+}
+
 // How it is decided.
 struct Rule {
   int first;      // first tokens of the text, which always stay
@@ -220,82 +230,79 @@ struct Rule {
   float softcap;
 };
 
-// Products of a packed row, without its scale, with queries that are columns of x [D, LANES].
-void multiply(const uint8_t *row, int D, const float *x, float *products) {
-  const int8_t *code = (const int8_t *)row + SCALE;
-  float sums[LANES] = {};
-  for (int d = 0; d < D; ++d) {
-    const float number = code[d];
-    for (int i = 0; i < LANES; ++i) sums[i] += number * x[d * LANES + i];
+// The numbers [count, D] of packed rows, as they were packed.
+void unpack(const uint8_t *packed, int count, int D, float *numbers) {
+  for (int j = 0; j < count; ++j, packed += SCALE + D, numbers += D) {
+    const float scale = scale_of(packed);
+    for (int d = 0; d < D; ++d) numbers[d] = scale * (float)(int8_t)packed[SCALE + d];
   }
-  const float scale = scale_of(row);
-  for (int i = 0; i < LANES; ++i) products[i] = scale * sums[i];
 }
 
-// Adds what attention p [n, LANES] of some queries, columns of q [D, LANES], says of entries.
+// y [rows, LANES] = a x, of x [columns, LANES] and the numbers a[i * row + j * column].
+template <int ROWS> void multiply_some(int columns, const float *a, int row, int column, const float *x, float *y) {
+  float sums[ROWS][LANES] = {};
+  for (int j = 0; j < columns; ++j, a += column, x += LANES)
+    for (int r = 0; r < ROWS; ++r)
+      for (int i = 0; i < LANES; ++i) sums[r][i] += a[r * row] * x[i];
+  memcpy(y, sums, sizeof(sums));
+}
+
+void multiply(int rows, int columns, const float *a, int row, int column, const float *x, float *y) {
+  const int TILE = 4; // rows whose sums are in registers
+  int i = 0;
+  for (; i + TILE <= rows; i += TILE) multiply_some<TILE>(columns, a + i * row, row, column, x, y + i * LANES);
+  for (; i < rows; ++i) multiply_some<1>(columns, a + i * row, row, column, x, y + i * LANES);
+}
+
+// Adds what attention p [n, LANES] of some queries, columns of q [D, LANES], says of entries with keys and values [n, D].
 //
 // received_attention: sum_i p_ij.   change_of_output: sum_i w_ij^2 |o_i - v_j|^2,   w_ij = p_ij / (1 - p_ij)
-void add_worth(const Entries &held, const Rule &rule, int D, int queries, const int *place, const float *q, float *p,
-               float *added) {
-  const int n = held.stay + held.c;
-  const int stride = SCALE + D;
+void add_worth(const Rule &rule, int n, int c, int D, const int32_t *number, const float *keys, const float *values,
+               int queries, const int *place, const float *q, float *p, float *added) {
   float most[LANES];
   float total[LANES] = {};
   for (int i = 0; i < LANES; ++i) most[i] = -INFINITY;
+  multiply(n, D, keys, D, 1, q, p);
+  if (rule.softcap)
+    for (int i = 0; i < n * LANES; ++i) p[i] = rule.softcap * std::tanh(p[i] / rule.softcap);
   for (int j = 0; j < n; ++j) {
     float *of_entry = p + j * LANES;
-    multiply(held.keys + j * stride, D, q, of_entry);
-    const int back = j - held.stay; // the place in the block
-    const bool is_there = back >= 0 || held.number[j];
+    const int back = j - (n - c); // the place in the block
+    const int last = back >= 0 || number[j] ? back : c;
     for (int i = 0; i < LANES; ++i) {
-      if (rule.softcap) of_entry[i] = rule.softcap * std::tanh(of_entry[i] / rule.softcap);
-      of_entry[i] = is_there && back <= place[i] ? of_entry[i] : -INFINITY;
+      of_entry[i] = last <= place[i] ? of_entry[i] : -INFINITY;
       most[i] = of_entry[i] > most[i] ? of_entry[i] : most[i];
     }
   }
   for (int j = 0; j < n; ++j)
     for (int i = 0; i < LANES; ++i) {
-      float &x = p[j * LANES + i];
-      x = x == -INFINITY ? 0 : exponential(x - most[i]);
+      const float x = exponential(p[j * LANES + i] - most[i]);
+      p[j * LANES + i] = x;
       total[i] += x;
     }
-  std::vector<float> o(rule.is_change ? D * LANES : 0); // [D, LANES]
   float factor[LANES];
-  float size[LANES] = {};
   for (int i = 0; i < LANES; ++i) factor[i] = i < queries ? 1 / total[i] : 0;
   for (int j = 0; j < n; ++j) {
-    float *of_entry = p + j * LANES;
     float sum = 0;
-    for (int i = 0; i < LANES; ++i) sum += of_entry[i] *= factor[i];
-    if (!rule.is_change) {
-      added[j] += sum;
-      continue;
-    }
-    const uint8_t *row = held.values + j * stride;
-    const int8_t *code = (const int8_t *)row + SCALE;
-    const float scale = scale_of(row);
-    for (int d = 0; d < D; ++d) {
-      const float number = scale * code[d];
-      for (int i = 0; i < LANES; ++i) o[d * LANES + i] += number * of_entry[i];
-    }
+    for (int i = 0; i < LANES; ++i) sum += p[j * LANES + i] *= factor[i];
+    if (!rule.is_change) added[j] += sum;
   }
   if (!rule.is_change) return;
+  std::vector<float> o(D * LANES); // [D, LANES]
+  std::vector<float> products(n * LANES);
+  float size[LANES] = {};
+  multiply(D, n, values, 1, D, p, o.data());
+  multiply(n, D, values, D, 1, o.data(), products.data());
   for (int d = 0; d < D; ++d)
     for (int i = 0; i < LANES; ++i) size[i] += o[d * LANES + i] * o[d * LANES + i];
-  for (int j = 0; j < n; ++j) {
-    const uint8_t *row = held.values + j * stride;
-    const int8_t *code = (const int8_t *)row + SCALE;
-    const float scale = scale_of(row);
-    float products[LANES];
-    multiply(row, D, o.data(), products);
+  for (int j = 0; j < n; ++j, values += D) {
     float square = 0;
-    for (int d = 0; d < D; ++d) square += (float)code[d] * (float)code[d];
-    square *= scale * scale;
+    for (int d = 0; d < D; ++d) square += values[d] * values[d];
     float sum = 0;
     for (int i = 0; i < LANES; ++i) {
       const float x = p[j * LANES + i];
       const float rest = 1 - x < LEAST_REST ? LEAST_REST : 1 - x;
-      sum += x / rest * (x / rest) * (size[i] - 2 * products[i] + square);
+      sum += x / rest * (x / rest) * (size[i] - 2 * products[j * LANES + i] + square);
     }
     added[j] += sum;
   }
@@ -332,7 +339,13 @@ void keep_best(const Entries &held, const Rule &rule, int D, const float *worth)
 
 template <class T> void end_block(const Entries &held, const Rule &rule, int G, int D, T *queries) {
   const int n = held.stay + held.c;
-  std::vector<float> p(n * LANES);
+  const int empty = leading_empty(held);
+  const int there = n - empty;
+  std::vector<float> keys(there * D);
+  std::vector<float> values(there * D);
+  unpack(held.keys + empty * (SCALE + D), there, D, keys.data());
+  unpack(held.values + empty * (SCALE + D), there, D, values.data());
+  std::vector<float> p(there * LANES);
   std::vector<float> q(D * LANES);
   std::vector<float> worth(n);
   for (int start = 0; start < G * held.c; start += LANES) {
@@ -346,7 +359,8 @@ template <class T> void end_block(const Entries &held, const Rule &rule, int G, 
       for (int d = 0; d < D; ++d) q[d * LANES + i] = row[d];
       place[i] = (start + i) % held.c;
     }
-    add_worth(held, rule, D, some, place, q.data(), p.data(), worth.data());
+    add_worth(rule, there, held.c, D, held.number + empty, keys.data(), values.data(), some, place, q.data(), p.data(),
+              worth.data() + empty);
   }
   for (int j = 0; j < n; ++j) {
     if (worth[j] < 0) worth[j] = 0;
@@ -377,7 +391,9 @@ void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, con
       pack(1, D, v + b * v_row + h * v_head, held.values + at * stride);
       held.number[at] = positions[b] + 1;
       for (int g = 0; g < G; ++g) memcpy(asked + (g * c + place) * D, of_head + g * D, D * sizeof(T));
-      const Head head = {held.keys, held.values, nullptr, held.number, at + 1, stride};
+      const int empty = leading_empty(held);
+      const int before = empty * stride;
+      const Head head = {held.keys + before, held.values + before, nullptr, held.number + empty, at + 1 - empty, stride};
       attend_head(head, G, D, of_head, rule.scale, rule.softcap, p.data(), o, mass.data());
       if (place == c - 1) end_block(held, rule, G, D, asked);
       held.keys += sizes[h] * stride;
