@@ -112,11 +112,11 @@ def read(past, lengths, D, dtype, scores, is_apart):
             uniform_length=before if is_apart else before[0],
             bits=CacheBits(of_all_rows=8),
         )
-        if past.is_compiled(q, context, scores):
-            o = torch.empty_like(q[:, 0])
-            reader = past.reader(3, context, scores)
-            assert reader(q[:, 0], k[:, 0], v[:, 0], tuple(before), o)
-            outputs.append(o[:, None])
+        reader = past.reader(q, context, scores, slice(0, 3, 1))
+        if reader is not None:
+            o = torch.empty_like(q)
+            reader(q, k, v, tuple(before), o)
+            outputs.append(o)
         else:
             new = New.of(k, v, "window", context)
             outputs.append(past.attend_one(q, new, context, scores))
@@ -158,16 +158,18 @@ def test_one_token_is_read_as_by_operations(lengths, numbers, softcap, policy, d
 def test_other_arguments_are_read_by_operations():
     states = empty(EQUAL, 1, 64, torch.float32)
     q = randn(1, 1, 3, 3, 64)
+    numbers = torch.zeros(1, 3, EQUAL.size, 64)
+    in_numbers = states | {"keys": numbers, "values": numbers}
     context = Context(None, None, None, states, uniform_length=4, bits=CacheBits(of_all_rows=8))
-    scores = Scores(0.3)
-    assert EQUAL.is_compiled(q, context, scores)
-    assert not EQUAL._replace(policy="random").is_compiled(q, context, scores)
-    assert not EQUAL.is_compiled(q.double(), context, scores)
-    assert not EQUAL.is_compiled(q.bfloat16(), context, scores)  # states have another dtype
-    for other in ({"uniform_length": None}, {"bits": CacheBits()}, {"backend": "chunk"}):
-        assert not EQUAL.is_compiled(q, context._replace(**other), scores)
+    given = q, context, Scores(0.3), slice(0, 3, 1)
+    assert EQUAL.reader(*given)
+    assert not EQUAL._replace(policy="random").reader(*given)
+    assert not EQUAL.reader(q.double(), *given[1:])
+    assert not EQUAL.reader(q.bfloat16(), *given[1:])  # states have another dtype
+    for other in ({"uniform_length": None}, {"states": in_numbers}, {"backend": "chunk"}):
+        assert not EQUAL.reader(q, context._replace(**other), *given[2:])
     with torch.enable_grad():
-        assert not EQUAL.is_compiled(q, context, scores)
+        assert not EQUAL.reader(*given)
 
 
 @pytest.fixture

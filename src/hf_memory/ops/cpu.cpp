@@ -192,14 +192,14 @@ int64_t largest(const int64_t *x, int64_t n) { return *std::max_element(x, x + n
 
 template <class T>
 void attention(int64_t B, int64_t H, int G, int D, const int64_t *first, const int64_t *count,
-               const int64_t *first_visible, int64_t stride, const uint8_t *const *keys, const uint8_t *const *values,
-               const uint8_t *visible, int64_t visible_stride, const T *q, int64_t q_row, int64_t q_head, float scale,
-               float softcap, T *o, float *mass) {
+               const int64_t *first_visible, int64_t stride, const uint8_t *const *held, const uint8_t *visible,
+               int64_t visible_stride, const T *q, int64_t q_row, int64_t q_head, float scale, float softcap, T *o,
+               float *mass) {
   std::vector<float> p(TOGETHER * largest(count, H));
   for (int64_t b = 0; b < B; ++b)
     for (int64_t h = 0; h < H; ++h, o += G * D, mass += G) {
       const uint8_t *seen = visible ? visible + b * visible_stride + first_visible[h] : nullptr;
-      const Head head = {keys[b] + first[h], values[b] + first[h], seen, nullptr, count[h], stride};
+      const Head head = {held[b] + first[h], held[B + b] + first[h], seen, nullptr, count[h], stride};
       attend_head(head, G, D, q + b * q_row + h * q_head, scale, softcap, p.data(), o, mass);
     }
 }
@@ -370,18 +370,23 @@ template <class T> void end_block(const Entries &held, const Rule &rule, int G, 
   memset(queries, 0, G * held.c * D * sizeof(T));
 }
 
-// One token of each sequence is written among the entries of each head, read, and may end a block.
+// One token of each sequence is written among the entries of each head, read, and may end a block. `rows` are where the
+// keys of each sequence begin, then the values, and so on.
 template <class T>
-void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, const int64_t *sizes,
-                const int64_t *positions, uint8_t *const *keys, uint8_t *const *values, int32_t *const *number,
-                float *const *score, T *const *queries, const T *q, int64_t q_row, int64_t q_head, const T *k,
-                int64_t k_row, int64_t k_head, const T *v, int64_t v_row, int64_t v_head, T *o) {
+void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, const int64_t *sizes, void *const *rows,
+                const int64_t *positions, const T *q, int64_t q_row, int64_t q_head, const T *k, int64_t k_row,
+                int64_t k_head, const T *v, int64_t v_row, int64_t v_head, T *o) {
   const int stride = SCALE + D;
   std::vector<float> p(TOGETHER * largest(sizes, H));
   std::vector<float> mass(G);
   for (int64_t b = 0; b < B; ++b) {
-    Entries held = {keys[b], values[b], number[b], score[b], 0, c};
-    T *asked = queries[b];
+    Entries held;
+    held.keys = (uint8_t *)rows[b];
+    held.values = (uint8_t *)rows[B + b];
+    held.number = (int32_t *)rows[2 * B + b];
+    held.score = (float *)rows[3 * B + b];
+    held.c = c;
+    T *asked = (T *)rows[4 * B + b];
     const int place = positions[b] % c;
     for (int64_t h = 0; h < H; ++h) {
       held.stay = sizes[h] - c;
@@ -410,11 +415,11 @@ void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, con
 
 #define ATTENTION(NAME, T)                                                                                             \
   extern "C" void NAME(int64_t B, int64_t H, int G, int D, const int64_t *first, const int64_t *count,                 \
-                       const int64_t *first_visible, int64_t stride, const uint8_t *const *keys,                       \
-                       const uint8_t *const *values, const uint8_t *visible, int64_t visible_stride, const T *q,       \
-                       int64_t q_row, int64_t q_head, float scale, float softcap, T *o, float *mass) {                 \
-    attention(B, H, G, D, first, count, first_visible, stride, keys, values, visible, visible_stride, q, q_row,        \
-              q_head, scale, softcap, o, mass);                                                                        \
+                       const int64_t *first_visible, int64_t stride, const uint8_t *const *held,                       \
+                       const uint8_t *visible, int64_t visible_stride, const T *q, int64_t q_row, int64_t q_head,      \
+                       float scale, float softcap, T *o, float *mass) {                                                \
+    attention(B, H, G, D, first, count, first_visible, stride, held, visible, visible_stride, q, q_row, q_head, scale, \
+              softcap, o, mass);                                                                                       \
   }
 
 ATTENTION(attend_float32, float)
@@ -425,13 +430,11 @@ extern "C" void pack_bfloat16(int64_t rows, int D, const BFloat16 *x, uint8_t *p
 
 #define READ_TOKEN(NAME, T)                                                                                            \
   extern "C" void NAME(int64_t B, int64_t H, int G, int D, int c, int first, int window, int is_change, float scale,   \
-                       float softcap, const int64_t *sizes, const int64_t *positions, uint8_t *const *keys,            \
-                       uint8_t *const *values, int32_t *const *number, float *const *score, T *const *queries,         \
-                       const T *q, int64_t q_row, int64_t q_head, const T *k, int64_t k_row, int64_t k_head,           \
-                       const T *v, int64_t v_row, int64_t v_head, T *o) {                                              \
+                       float softcap, const int64_t *sizes, void *const *rows, const int64_t *positions, const T *q,   \
+                       int64_t q_row, int64_t q_head, const T *k, int64_t k_row, int64_t k_head, const T *v,           \
+                       int64_t v_row, int64_t v_head, T *o) {                                                          \
     const Rule rule = {first, window, is_change != 0, scale, softcap};                                                 \
-    read_token(B, H, G, D, c, rule, sizes, positions, keys, values, number, score, queries, q, q_row, q_head, k,       \
-               k_row, k_head, v, v_row, v_head, o);                                                                    \
+    read_token(B, H, G, D, c, rule, sizes, rows, positions, q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, o);  \
   }
 
 READ_TOKEN(read_token_float32, float)

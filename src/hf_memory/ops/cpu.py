@@ -31,6 +31,7 @@ OF_PROCESSOR = {  # by the name of PyTorch for what its own code uses
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 WIDEST = 256  # channels of a head
 SCALE = 2  # bytes of the scale of a row
+LONGEST_ALIKE = 6  # bytes of a row that has as many in 4 bits
 POLICIES = ("received_attention", "change_of_output")  # of kept tokens
 
 _LONG = ctypes.c_int64
@@ -42,14 +43,14 @@ ARGUMENTS = {  # types of those of each function
     "attend": [
         *(_LONG, _LONG, _INT, _INT),
         *(_POINTER, _POINTER, _POINTER, _LONG),
-        *(_POINTER, _POINTER, _POINTER, _LONG),
+        *(_POINTER, _POINTER, _LONG),
         *(_POINTER, _LONG, _LONG),
         *(_FLOAT, _FLOAT, _POINTER, _POINTER),
     ],
     "read_token": [
         *(_LONG, _LONG, _INT, _INT),
         *(_INT, _INT, _INT, _INT, _FLOAT, _FLOAT),
-        *[_POINTER] * 7,
+        *(_POINTER, _POINTER, _POINTER),
         *[_POINTER, _LONG, _LONG] * 3,
         _POINTER,
     ],
@@ -160,7 +161,7 @@ def attention(
     run(
         *(B, H, G, D),
         *(*places, of_entry),
-        *(_addresses(keys), _addresses(values), seen, of_seen_row),
+        *(_addresses([keys, values]), seen, of_seen_row),
         *(q.data_ptr(), of_row, of_head),
         *(scale, softcap, o.data_ptr(), mass.data_ptr()),
     )
@@ -171,10 +172,18 @@ def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
     """Whether a `TokenReader` takes these states, and queries q [..., D]."""
     if policy not in POLICIES or not runs(q):
         return False
-    queries = held[-1]
-    if isinstance(queries, Tensor):
-        return queries.dtype == q.dtype and all(x.is_contiguous() for x in held)
-    return queries[0].dtype == q.dtype and all(x.is_contiguous() for rows in held for x in rows)
+    for state in held:
+        for x in [state] if isinstance(state, Tensor) else state:
+            if not x.is_contiguous():
+                return False
+    keys, values, *_, queries = [x if isinstance(x, Tensor) else x[0] for x in held]
+    in_bytes = SCALE + q.shape[-1]
+    return (
+        keys.dtype == values.dtype == torch.uint8
+        and keys.shape[-1] == values.shape[-1] == in_bytes
+        and in_bytes > LONGEST_ALIKE
+        and queries.dtype == q.dtype
+    )
 
 
 class TokenReader:
@@ -204,52 +213,43 @@ class TokenReader:
         policy: str,
         scale: float,
         softcap: float | None,
-        among: slice = slice(0, None, 1),
+        among: slice,
     ):
         queries = held[-1] if isinstance(held[-1], Tensor) else held[-1][0]
         H = len(sizes)
-        c, D = queries.shape[-2:]
-        self.rows = len(held[-1])
-        self.among = among
+        c, self.channels = queries.shape[-2:]
+        self.first_head = among.start
+        self.step = among.step
         self.run = getattr(library(), f"read_token_{DTYPES[queries.dtype]}")
-        self.numbers = self.rows, H, queries.shape[1] // H, D
-        self.rule = c, first, window, policy == "change_of_output", scale, softcap or 0.0
-        self.sizes = _longs(sizes)
-        self.held = tuple(map(_addresses, held))
+        held_rows = _addresses(held)
+        self.given = (
+            *(len(held_rows) // len(held), H, queries.shape[1] // H, self.channels),
+            *(c, first, window, policy == "change_of_output", scale, softcap or 0.0),
+            *(_longs(sizes), held_rows),
+        )
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, positions: tuple[int, ...], o: Tensor
-    ) -> bool:
-        """Write outputs into o, contiguous [B, H, G, D]; False: nothing is done, since rows have other strides.
+    ) -> None:
+        """Write outputs into o, contiguous [B, ..., H, G, D]; dimensions that are not named have one element, or none.
 
         Args:
-            q: queries [B, heads, G, D].
-            k: keys [B, heads, D].
-            v: values [B, heads, D].
+            q: queries [B, ..., heads, G, D].
+            k: keys [B, ..., heads, D].
+            v: values [B, ..., heads, D].
             positions: the number of tokens that each row has read before.
             o: the outputs.
         """
-        D = self.numbers[3]
-        if q.stride()[2:] != (D, 1) or k.stride(2) != 1 or v.stride(2) != 1:
-            return False
-        self.run(
-            *self.numbers,
-            *self.rule,
-            self.sizes,
-            _longs(positions),
-            *self.held,
-            *self._heads_of(q),
-            *self._heads_of(k),
-            *self._heads_of(v),
-            o.data_ptr(),
-        )
-        return True
-
-    def _heads_of(self, x: Tensor) -> tuple[int, int, int]:
-        """Where the heads begin in rows [B, heads, ...], and the distances of rows and of heads in numbers."""
-        of_row, of_head = x.stride()[:2]
-        first = x.data_ptr() + self.among.start * of_head * x.itemsize
-        return first, of_row, self.among.step * of_head
+        if q.stride()[-2:] != (self.channels, 1):
+            q = q.contiguous()
+        if k.stride(-1) != 1 or v.stride(-1) != 1:
+            k = k.contiguous()
+            v = v.contiguous()
+        of_heads = []
+        for x, of_head in ((q, q.stride(-3)), (k, k.stride(-2)), (v, v.stride(-2))):
+            first = x.data_ptr() + self.first_head * of_head * x.itemsize
+            of_heads += [first, x.stride(0), self.step * of_head]
+        self.run(*self.given, _longs(positions), *of_heads, o.data_ptr())
 
 
 @lru_cache(maxsize=1024)
@@ -272,12 +272,16 @@ def _longs(numbers: tuple[int, ...]) -> Any:
     return (_LONG * len(numbers))(*numbers)
 
 
-def _addresses(rows: Tensor | Sequence[Tensor]) -> Any:
-    """Where each row begins."""
-    if isinstance(rows, Tensor):
-        first = rows.data_ptr()
-        size = rows.stride(0) * rows.itemsize
-        places = [first + i * size for i in range(rows.shape[0])]
-    else:
-        places = [x.data_ptr() for x in rows]
+def _addresses(states: Sequence[Tensor | Sequence[Tensor]]) -> Any:
+    """Where each row of each state begins, in turn."""
+    places = []
+    for rows in states:
+        if isinstance(rows, Tensor):
+            first = rows.data_ptr()
+            size = rows.stride(0) * rows.itemsize
+            for i in range(rows.shape[0]):
+                places.append(first + i * size)
+        else:
+            for row in rows:
+                places.append(row.data_ptr())
     return (_POINTER * len(places))(*places)
