@@ -216,11 +216,12 @@ class WindowedMixer(MemoryMixer):
 
     def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
         """What each token [B, T, hidden_size] has by itself: queries by group [B, T, H, groups, D], keys and values."""
+        if self.far is None:
+            q, k, v = self.project_heads(hidden_states, positions)
+            return {"q": self._by_group(q, k), "k": k, "v": v}
         plain_q, k, v = self.project_heads(hidden_states, None)
         q, k = self.rotate(plain_q, k, positions)
         found = {"q": self._by_group(q, k), "k": k, "v": v}
-        if self.far is None:
-            return found
         found |= {"plain_q": self._by_group(plain_q, k), "gates": self.far.gates(hidden_states)}
         if positions is not None and self.rotates:
             angles = positions.inverse().halves()

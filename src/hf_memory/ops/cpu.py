@@ -176,7 +176,8 @@ def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
         for x in [state] if isinstance(state, Tensor) else state:
             if not x.is_contiguous():
                 return False
-    keys, values, *_, queries = [x if isinstance(x, Tensor) else x[0] for x in held]
+    is_whole = isinstance(held[0], Tensor)
+    keys, values, *_, queries = held if is_whole else next(zip(*held))
     in_bytes = SCALE + q.shape[-1]
     return (
         keys.dtype == values.dtype == torch.uint8
