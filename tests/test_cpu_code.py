@@ -9,11 +9,13 @@ import torch
 
 from comparing import assert_close, in_float64
 from hf_memory.cache_bits import CacheBits
+from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts.kept import Kept
 from hf_memory.mixers.pasts.kept_by_head import KeptByHead
 from hf_memory.mixers.pasts.rows import New
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops import cpu
 from hf_memory.ops.attention_in_bits import attention_in_bits
 from hf_memory.ops.bits import pack, unpack
@@ -62,6 +64,30 @@ def test_a_row_with_a_number_that_is_not_finite_has_none_that_is(number):
     x[1, 3] = number
     found = unpack(pack(x, 8), 64, 8, torch.float32).isfinite()
     assert found.any(1).tolist() == [True, False, True]
+
+
+@both_dtypes
+@pytest.mark.parametrize("shape", [(1, 1, 96), (3, 1, 2, 7)], ids=str)
+def test_the_norm_of_one_token_is_that_of_pytorch(shape, dtype, in_pytorch):
+    norm = RMSNorm(shape[-1], eps=1e-5).to(dtype)
+    norm.weight.copy_(randn(shape[-1]))
+    x = randn(*shape, seed=1).to(dtype)
+    exact = norm.double()(x.double())
+    norm.to(dtype)
+    assert_close(norm(x), in_float64(exact), in_pytorch(lambda: norm(x)))
+
+
+@both_dtypes
+@pytest.mark.parametrize("rows", [1, 3], ids=["the same angles", "of each row"])
+@pytest.mark.parametrize("channels", [6, 8], ids=["some channels", "all"])
+def test_one_token_is_rotated_as_by_pytorch(rows, channels, dtype, in_pytorch):
+    angles = randn(rows, 4, channels // 2).repeat(1, 1, 2)[:, 2:3]
+    positions = Positions(angles.cos().to(dtype), angles.sin().to(dtype))
+    q, k = randn(3, 1, 5, 8, seed=1).to(dtype).split((3, 2), 2)
+    found = positions.rotate(q, k)
+    expected = in_pytorch(lambda: positions.rotate(q, k))
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y)
 
 
 @channels

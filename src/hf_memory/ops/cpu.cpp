@@ -1,4 +1,5 @@
-// Rows in 8 bits on a CPU: packing them, and attention of one token to them. See bits.py and attention_in_bits.
+// Rows in 8 bits on a CPU: packing them, and attention of one token to them. See bits.py and attention_in_bits. And norms
+// and rotations of one token, which are several operations of PyTorch.
 //
 // A packed row is its scale in bfloat16 and then a code of 8 bits for each channel. Codes become numbers in registers, so
 // that nothing is written but the scores of a head.
@@ -101,6 +102,32 @@ template <class T> void pack(int64_t rows, int D, const T *x, uint8_t *packed) {
     for (int i = 0; i < D; ++i)
       packed[SCALE + i] = is_finite ? (uint8_t)(int8_t)std::nearbyint(rotated[i] / scale) : 0;
   }
+}
+
+// Rows x [rows, D] divided by the root of their mean square, times a weight [D].
+template <class T> void rms_norm(int64_t rows, int64_t D, const T *x, const T *weight, float eps, T *y) {
+  for (int64_t row = 0; row < rows; ++row, x += D, y += D) {
+    float sum = 0;
+    for (int64_t d = 0; d < D; ++d) sum += number_of(x[d]) * number_of(x[d]);
+    const float factor = 1 / std::sqrt(sum / D + eps);
+    for (int64_t d = 0; d < D; ++d) store(y + d, number_of(x[d]) * factor * number_of(weight[d]));
+  }
+}
+
+// Heads x [B, H, D] of one token of each row. The first C channels rotate in pairs of one in their first half and one in
+// the second, by angles whose cosines and sines [C] are `of_row` numbers after those of the row before.
+template <class T>
+void turn(int64_t B, int64_t H, int D, int C, const T *x, const T *cosine, const T *sine, int64_t of_row, T *y) {
+  const int half = C / 2;
+  for (int64_t b = 0; b < B; ++b, cosine += of_row, sine += of_row)
+    for (int64_t h = 0; h < H; ++h, x += D, y += D) {
+      for (int d = 0; d < C; ++d) store(y + d, number_of(x[d]) * number_of(cosine[d]));
+      for (int d = 0; d < half; ++d) {
+        store(y + d, number_of(y[d]) - number_of(x[d + half]) * number_of(sine[d]));
+        store(y + d + half, number_of(y[d + half]) + number_of(x[d]) * number_of(sine[d + half]));
+      }
+      for (int d = C; d < D; ++d) y[d] = x[d];
+    }
 }
 
 struct Head {
@@ -439,3 +466,15 @@ extern "C" void pack_bfloat16(int64_t rows, int D, const BFloat16 *x, uint8_t *p
 
 READ_TOKEN(read_token_float32, float)
 READ_TOKEN(read_token_bfloat16, BFloat16)
+
+#define OF_ONE_TOKEN(TYPE, T)                                                                                          \
+  extern "C" void rms_norm_##TYPE(int64_t rows, int64_t D, const T *x, const T *weight, float eps, T *y) {             \
+    rms_norm(rows, D, x, weight, eps, y);                                                                              \
+  }                                                                                                                    \
+  extern "C" void turn_##TYPE(int64_t B, int64_t H, int D, int C, const T *x, const T *cosine, const T *sine,          \
+                              int64_t of_row, T *y) {                                                                  \
+    turn(B, H, D, C, x, cosine, sine, of_row, y);                                                                      \
+  }
+
+OF_ONE_TOKEN(float32, float)
+OF_ONE_TOKEN(bfloat16, BFloat16)

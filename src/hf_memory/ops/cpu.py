@@ -1,7 +1,8 @@
-"""Compiled code for rows in 8 bits on a CPU, `cpu.cpp`, which is used where there is a C++ compiler.
+"""Compiled code for a CPU, `cpu.cpp`, which is used where there is a C++ compiler.
 
 It is compiled when it is first needed, in two seconds, and kept in the user's cache for later processes. PyTorch has no
-operation for what it does: there, codes become numbers in memory before they are multiplied.
+operation for rows in 8 bits: there, codes become numbers in memory before they are multiplied. A norm and a rotation of
+one token are several of its operations, which take longer than what they compute.
 """
 
 import ctypes
@@ -39,6 +40,8 @@ _INT = ctypes.c_int
 _FLOAT = ctypes.c_float
 _POINTER = ctypes.c_void_p
 ARGUMENTS = {  # types of those of each function
+    "rms_norm": [_LONG, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER],
+    "turn": [*(_LONG, _LONG, _INT, _INT), *(_POINTER, _POINTER, _POINTER), *(_LONG, _POINTER)],
     "pack": [_LONG, _INT, _POINTER, _POINTER],
     "attend": [
         *(_LONG, _LONG, _INT, _INT),
@@ -101,18 +104,48 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def runs(x: Tensor) -> bool:
-    """Whether compiled code takes rows x [..., D]: on a CPU in float32 or bfloat16, without gradients or graphs."""
+    """Whether compiled code takes numbers x: on a CPU in float32 or bfloat16, without gradients or graphs."""
     return (
         x.device.type == "cpu"
         and x.dtype in DTYPES
         and type(x) is Tensor
-        and x.shape[-1] % 2 == 0
-        and x.shape[-1] <= WIDEST
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
         and library() is not None
     )
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether compiled code packs and reads rows x [..., D]."""
+    return x.shape[-1] % 2 == 0 and x.shape[-1] <= WIDEST and runs(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`torch.rms_norm` of one token of each row, x [B, 1, ..., channels]."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    D = x.shape[-1]
+    run = getattr(library(), f"rms_norm_{DTYPES[x.dtype]}")
+    run(x.numel() // D, D, x.data_ptr(), weight.data_ptr(), eps, y.data_ptr())
+    return y
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `hf_memory.mixers.positions.Positions.turn`, for one token of each row, x [B, 1, H, D]."""
+    x = x.contiguous()
+    cos = cos.contiguous()
+    sin = sin.contiguous()
+    y = torch.empty_like(x)
+    B, _, H, D = x.shape
+    rows, _, C = cos.shape
+    run = getattr(library(), f"turn_{DTYPES[x.dtype]}")
+    run(
+        *(B, H, D, C),
+        *(x.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+        *(0 if rows == 1 else C, y.data_ptr()),
+    )
+    return y
 
 
 def pack(x: Tensor) -> Tensor:
@@ -170,7 +203,7 @@ def attention(
 
 def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
     """Whether a `TokenReader` takes these states, and queries q [..., D]."""
-    if policy not in POLICIES or not runs(q):
+    if policy not in POLICIES or not takes_rows(q):
         return False
     for state in held:
         for x in [state] if isinstance(state, Tensor) else state:
