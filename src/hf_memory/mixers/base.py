@@ -225,8 +225,8 @@ class Projections(nn.Module, ABC):
 
     @property
     def backend(self) -> Any:
-        """The backend of the ops, without what transformers does at each access to a config, which is asked at each token."""
-        return object.__getattribute__(self.config, "mixer_backend")
+        """The backend of the ops."""
+        return self.config.mixer_backend
 
     @property
     def default_bits(self) -> CacheBits:
