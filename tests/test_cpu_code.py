@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache, StaticCache
 
+from cases import CASE, make_model, random_tokens
 from comparing import assert_close, in_float64
 from hf_memory.cache_bits import CacheBits
 from hf_memory.layers import RMSNorm
@@ -181,6 +183,36 @@ def test_one_token_is_read_as_by_operations(lengths, numbers, softcap, policy, d
     torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5 if exact else 2e-2)
 
 
+@pytest.mark.parametrize("kind", ["static", "padded"])
+def test_caches_whose_rows_differ_are_read_as_by_operations(kind, in_pytorch, monkeypatch):
+    """A cache of static size counts in a tensor; rows with padding have read different numbers of tokens."""
+    options = {"num_kept_tokens": 3, "full_attention_heads": [[1], []], "cache_bits": 8}
+    model = make_model(CASE["attention-kept"], **options, layer_types=["sliding_heads"] * 2)
+    tokens = random_tokens(2, 30)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0 if kind == "padded" else 1
+
+    def read():
+        cache = DynamicCache(config=model.config)
+        if kind == "static":
+            cache = StaticCache(config=model.config, max_cache_len=30)
+        ends = [8, *range(9, 31)]
+        return torch.cat(
+            [
+                model(tokens[:, start:end], mask[:, :end], past_key_values=cache).logits[:, -1:]
+                for start, end in zip([0, *ends], ends)
+            ],
+            1,
+        )
+
+    expected = in_pytorch(read)
+    calls = []
+    run = cpu.TokenReader.__call__
+    monkeypatch.setattr(cpu.TokenReader, "__call__", lambda *args: calls.append(run(*args)))
+    torch.testing.assert_close(read(), expected, rtol=1e-3, atol=1e-4)
+    assert len(calls) == 2 * 22
+
+
 def test_other_arguments_are_read_by_operations():
     states = empty(EQUAL, 1, 64, torch.float32)
     q = randn(1, 1, 3, 3, 64)
@@ -192,7 +224,7 @@ def test_other_arguments_are_read_by_operations():
     assert not EQUAL._replace(policy="random").reader(*given)
     assert not EQUAL.reader(q.double(), *given[1:])
     assert not EQUAL.reader(q.bfloat16(), *given[1:])  # states have another dtype
-    for other in ({"uniform_length": None}, {"states": in_numbers}, {"backend": "chunk"}):
+    for other in ({"states": in_numbers}, {"backend": "chunk"}):
         assert not EQUAL.reader(q, context._replace(**other), *given[2:])
     with torch.enable_grad():
         assert not EQUAL.reader(*given)

@@ -279,8 +279,10 @@ class WindowedMixer(MemoryMixer):
         reader = self.reader(part, q, context)
         if reader is None:
             return None
-        before = context.uniform_length
         B, T, H, groups, D = q.shape
+        before = context.uniform_length
+        if before is None:
+            before = context.states["tokens_read"].tolist()
         positions = tuple(before) if isinstance(before, list) else (before,) * B
         o = q.new_empty(B, T, len(part.heads) if part.slices else H, groups, D)
         reader(q, projected["k"], projected["v"], positions, o)

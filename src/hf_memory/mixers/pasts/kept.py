@@ -137,8 +137,8 @@ class Kept(NamedTuple):
     ) -> cpu.TokenReader | None:
         """The same for heads with these numbers of entries."""
         held = Entries.among(context.states, self.prefix)
-        is_known = context.uniform_length is not None and context.backend == "auto"
-        if not is_known or not scores.is_product or not cpu.reads_token(held, q, self.policy):
+        is_product = scores.is_product and context.backend == "auto"
+        if not is_product or not cpu.reads_token(held, q, self.policy):
             return None
         return cpu.TokenReader(
             held,
