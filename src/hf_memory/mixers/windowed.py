@@ -32,7 +32,7 @@ from hf_memory.mixers.pasts.kept_by_head import KeptByHead
 from hf_memory.mixers.pasts.ring import Ring
 from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.cpu import TokenReader
+from hf_memory.ops.cpu import TokenReader, TokenReaderInGraph
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
 
 
@@ -280,15 +280,20 @@ class WindowedMixer(MemoryMixer):
         if reader is None:
             return None
         B, T, H, groups, D = q.shape
-        before = context.uniform_length
-        if before is None:
-            before = context.states["tokens_read"].tolist()
-        positions = tuple(before) if isinstance(before, list) else (before,) * B
+        positions = context.uniform_length
+        if positions is None:
+            positions = context.states["tokens_read"]
+        elif isinstance(positions, int):
+            positions = (positions,) * B
+        else:
+            positions = tuple(positions)
         o = q.new_empty(B, T, len(part.heads) if part.slices else H, groups, D)
         reader(q, projected["k"], projected["v"], positions, o)
         return o
 
-    def reader(self, part: Part, q: Tensor, context: Context) -> TokenReader | None:
+    def reader(
+        self, part: Part, q: Tensor, context: Context
+    ) -> TokenReader | TokenReaderInGraph | None:
         """What reads one token of each row for a part, queries q [B, 1, H, groups, D]; see `Kept.reader`."""
         past = part.past
         is_alone = self.far is None and self.sinks is None and len(part.slices) < 2

@@ -121,6 +121,25 @@ def takes_rows(x: Tensor) -> bool:
     return x.shape[-1] % 2 == 0 and x.shape[-1] <= WIDEST and runs(x)
 
 
+@torch.compiler.assume_constant_result
+def _is_there() -> bool:
+    return library() is not None
+
+
+def _runs_in_graph(x: Tensor) -> bool:
+    """Whether a graph of `torch.compile` can call compiled code for rows x [..., D]; others call PyTorch's operations."""
+    return (
+        torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+        and x.device.type == "cpu"
+        and x.dtype in DTYPES
+        and x.shape[-1] % 2 == 0
+        and x.shape[-1] <= WIDEST
+        and not torch.is_grad_enabled()
+        and _is_there()
+    )
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`torch.rms_norm` of one token of each row, x [B, 1, ..., channels]."""
     x = x.contiguous()
@@ -203,7 +222,7 @@ def attention(
 
 def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
     """Whether a `TokenReader` takes these states, and queries q [..., D]."""
-    if policy not in POLICIES or not takes_rows(q):
+    if policy not in POLICIES or not (takes_rows(q) or _runs_in_graph(q)):
         return False
     for state in held:
         for x in [state] if isinstance(state, Tensor) else state:
@@ -262,18 +281,18 @@ class TokenReader:
             *(_longs(sizes), held_rows),
         )
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: tuple[int, ...], o: Tensor
-    ) -> None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Any, o: Tensor) -> None:
         """Write outputs into o, contiguous [B, ..., H, G, D]; dimensions that are not named have one element, or none.
 
         Args:
             q: queries [B, ..., heads, G, D].
             k: keys [B, ..., heads, D].
             v: values [B, ..., heads, D].
-            positions: the number of tokens that each row has read before.
+            positions: the number of tokens that each row has read before, a tuple or a tensor.
             o: the outputs.
         """
+        if isinstance(positions, Tensor):
+            positions = tuple(positions.tolist())
         if q.stride()[-2:] != (self.channels, 1):
             q = q.contiguous()
         if k.stride(-1) != 1 or v.stride(-1) != 1:
@@ -284,6 +303,46 @@ class TokenReader:
             first = x.data_ptr() + self.first_head * of_head * x.itemsize
             of_heads += [first, x.stride(0), self.step * of_head]
         self.run(*self.given, _longs(positions), *of_heads, o.data_ptr())
+
+
+class TokenReaderInGraph:
+    """The same in a graph of `torch.compile`, in which it is one operation."""
+
+    def __init__(
+        self, held: Sequence[Any], sizes: tuple[int, ...], *, softcap: float | None, **options: Any
+    ):
+        self.held = [*held]
+        self.options = {"sizes": [*sizes], "softcap": softcap or 0.0, **options}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Any, o: Tensor) -> None:
+        """See `TokenReader`; positions are a tensor."""
+        options = dict(self.options)
+        among = options.pop("among")
+        _read_token(
+            q, k, v, positions, self.held, o, start=among.start, step=among.step, **options
+        )
+
+
+@torch.library.custom_op("hf_memory::read_token", mutates_args=("held", "o"))
+def _read_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    held: list[Tensor],
+    o: Tensor,
+    sizes: list[int],
+    first: int,
+    window: int,
+    policy: str,
+    scale: float,
+    softcap: float,
+    start: int,
+    step: int,
+) -> None:
+    among = slice(start, start + len(sizes) * step, step)
+    how = {"first": first, "window": window, "policy": policy, "scale": scale, "softcap": softcap}
+    TokenReader(held, tuple(sizes), among=among, **how)(q, k, v, positions, o)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)

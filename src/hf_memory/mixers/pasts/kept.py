@@ -124,7 +124,7 @@ class Kept(NamedTuple):
 
     def reader(
         self, q: Tensor, context: Context, scores: Scores, among: slice
-    ) -> cpu.TokenReader | None:
+    ) -> cpu.TokenReader | cpu.TokenReaderInGraph | None:
         """What reads tokens of each row after each other, queries q [B, 1, heads, groups, D] of these and other heads.
 
         It changes the states of the context. None: compiled code does not; it does in 8 bits on a CPU.
@@ -134,13 +134,15 @@ class Kept(NamedTuple):
 
     def reader_of(
         self, sizes: tuple[int, ...], q: Tensor, context: Context, scores: Scores, among: slice
-    ) -> cpu.TokenReader | None:
+    ) -> cpu.TokenReader | cpu.TokenReaderInGraph | None:
         """The same for heads with these numbers of entries."""
         held = Entries.among(context.states, self.prefix)
         is_product = scores.is_product and context.backend == "auto"
         if not is_product or not cpu.reads_token(held, q, self.policy):
             return None
-        return cpu.TokenReader(
+        is_graph = torch.compiler.is_compiling()
+        reader: Any = cpu.TokenReaderInGraph if is_graph else cpu.TokenReader
+        return reader(
             held,
             sizes,
             first=self.first,

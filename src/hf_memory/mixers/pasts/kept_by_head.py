@@ -159,7 +159,7 @@ class KeptByHead(NamedTuple):
 
     def reader(
         self, q: Tensor, context: Context, scores: Scores, among: slice
-    ) -> cpu.TokenReader | None:
+    ) -> cpu.TokenReader | cpu.TokenReaderInGraph | None:
         """See `Kept.reader`."""
         return self.runs[0].past.reader_of(self.sizes, q, context, scores, among)
 
