@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.cache_utils import DynamicCache, StaticCache
 
+from cases import CASE, make_model, random_tokens
 from comparing import assert_close, in_float64
 from hf_memory.cache_bits import CacheBits
+from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts.kept import Kept
 from hf_memory.mixers.pasts.kept_by_head import KeptByHead
 from hf_memory.mixers.pasts.rows import New
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops import cpu
 from hf_memory.ops.attention_in_bits import attention_in_bits
 from hf_memory.ops.bits import pack, unpack
@@ -63,6 +67,30 @@ def test_a_row_with_a_number_that_is_not_finite_has_none_that_is(number):
     x[1, 3] = number
     found = unpack(pack(x, 8), 64, 8, torch.float32).isfinite()
     assert found.any(1).tolist() == [True, False, True]
+
+
+@both_dtypes
+@pytest.mark.parametrize("shape", [(1, 1, 96), (3, 1, 2, 7)], ids=str)
+def test_the_norm_of_one_token_is_that_of_pytorch(shape, dtype, in_pytorch):
+    norm = RMSNorm(shape[-1], eps=1e-5).to(dtype)
+    norm.weight.copy_(randn(shape[-1]))
+    x = randn(*shape, seed=1).to(dtype)
+    exact = norm.double()(x.double())
+    norm.to(dtype)
+    assert_close(norm(x), in_float64(exact), in_pytorch(lambda: norm(x)))
+
+
+@both_dtypes
+@pytest.mark.parametrize("rows", [1, 3], ids=["the same angles", "of each row"])
+@pytest.mark.parametrize("channels", [6, 8], ids=["some channels", "all"])
+def test_one_token_is_rotated_as_by_pytorch(rows, channels, dtype, in_pytorch):
+    angles = randn(rows, 4, channels // 2).repeat(1, 1, 2)[:, 2:3]
+    positions = Positions(angles.cos().to(dtype), angles.sin().to(dtype))
+    q, k = randn(3, 1, 5, 8, seed=1).to(dtype).split((3, 2), 2)
+    found = positions.rotate(q, k)
+    expected = in_pytorch(lambda: positions.rotate(q, k))
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y)
 
 
 @channels
@@ -123,11 +151,11 @@ def read(past, lengths, D, dtype, scores, is_apart):
             uniform_length=before if is_apart else before[0],
             bits=CacheBits(of_all_rows=8),
         )
-        if past.is_compiled(q, context, scores):
-            o = torch.empty_like(q[:, 0])
-            reader = past.reader(3, context, scores)
-            assert reader(q[:, 0], k[:, 0], v[:, 0], tuple(before), o)
-            outputs.append(o[:, None])
+        reader = past.reader(q, context, scores, slice(0, 3, 1))
+        if reader is not None:
+            o = torch.empty_like(q)
+            reader(q, k, v, tuple(before), o)
+            outputs.append(o)
         else:
             new = New.of(k, v, "window", context)
             outputs.append(past.attend_one(q, new, context, scores))
@@ -166,19 +194,51 @@ def test_one_token_is_read_as_by_operations(lengths, numbers, softcap, policy, d
     torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5 if exact else 2e-2)
 
 
+@pytest.mark.parametrize("kind", ["static", "padded"])
+def test_caches_whose_rows_differ_are_read_as_by_operations(kind, in_pytorch, monkeypatch):
+    """A cache of static size counts in a tensor; rows with padding have read different numbers of tokens."""
+    options = {"num_kept_tokens": 3, "full_attention_heads": [[1], []], "cache_bits": 8}
+    model = make_model(CASE["attention-kept"], **options, layer_types=["sliding_heads"] * 2)
+    tokens = random_tokens(2, 30)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0 if kind == "padded" else 1
+
+    def read():
+        cache = DynamicCache(config=model.config)
+        if kind == "static":
+            cache = StaticCache(config=model.config, max_cache_len=30)
+        ends = [8, *range(9, 31)]
+        return torch.cat(
+            [
+                model(tokens[:, start:end], mask[:, :end], past_key_values=cache).logits[:, -1:]
+                for start, end in zip([0, *ends], ends)
+            ],
+            1,
+        )
+
+    expected = in_pytorch(read)
+    calls = []
+    run = cpu.TokenReader.__call__
+    monkeypatch.setattr(cpu.TokenReader, "__call__", lambda *args: calls.append(run(*args)))
+    torch.testing.assert_close(read(), expected, rtol=1e-3, atol=1e-4)
+    assert len(calls) == 2 * 22
+
+
 def test_other_arguments_are_read_by_operations():
     states = empty(EQUAL, 1, 64, torch.float32)
     q = randn(1, 1, 3, 3, 64)
+    numbers = torch.zeros(1, 3, EQUAL.size, 64)
+    in_numbers = states | {"keys": numbers, "values": numbers}
     context = Context(None, None, None, states, uniform_length=4, bits=CacheBits(of_all_rows=8))
-    scores = Scores(0.3)
-    assert EQUAL.is_compiled(q, context, scores)
-    assert not EQUAL._replace(policy="random").is_compiled(q, context, scores)
-    assert not EQUAL.is_compiled(q.double(), context, scores)
-    assert not EQUAL.is_compiled(q.bfloat16(), context, scores)  # states have another dtype
-    for other in ({"uniform_length": None}, {"bits": CacheBits()}, {"backend": "chunk"}):
-        assert not EQUAL.is_compiled(q, context._replace(**other), scores)
+    given = q, context, Scores(0.3), slice(0, 3, 1)
+    assert EQUAL.reader(*given)
+    assert not EQUAL._replace(policy="random").reader(*given)
+    assert not EQUAL.reader(q.double(), *given[1:])
+    assert not EQUAL.reader(q.bfloat16(), *given[1:])  # states have another dtype
+    for other in ({"states": in_numbers}, {"backend": "chunk"}):
+        assert not EQUAL.reader(q, context._replace(**other), *given[2:])
     with torch.enable_grad():
-        assert not EQUAL.is_compiled(q, context, scores)
+        assert not EQUAL.reader(*given)
 
 
 # vmap clamps rows one by one

@@ -143,6 +143,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     is_sliding = False
+    # where the next token goes among the entries of states that have room for later ones; None: they have none
+    room: Any = None
 
     def __init__(self, **kwargs):
         CacheLayerMixin.__init__(self, **kwargs)
@@ -220,11 +222,6 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 f"cache must be one that this model has filled, with states {', '.join(spec)} of {mixer} in this "
                 f"layer, got one of another model, with states {', '.join(self.spec)} of {self.mixer}"
             )
-
-    @property
-    def room(self) -> Tensor | None:
-        """Where the next token goes among the entries of states that have room for later ones; None: they have none."""
-        return None
 
     def write(self, inputs: Inputs, states: States, output: Tensor) -> Tensor:
         """Keep the states after some inputs.
@@ -468,7 +465,7 @@ class StaticMemoryLayer(MemoryLayer):
         self.tokens_read = torch.zeros((), dtype=torch.long)
 
     @property
-    def room(self) -> Tensor | None:
+    def room(self) -> Tensor | None:  # type: ignore[override]
         """See `MemoryLayer.room`."""
         grows = any(state.growth == "token" for state in self.spec.values())
         return self.tokens_read if grows and self.is_initialized else None

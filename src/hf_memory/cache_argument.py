@@ -20,7 +20,7 @@ OTHER_NAMES = (
     "state",
     "mems",
 )  # of RWKV and of Transformer-XL; others have "cache" or "past" in their names
-NO_CACHES = ("cache_position", "cache_config")
+NO_CACHES = ("cache_position", "cache_config", "position_ids")
 OPTIONS = (type(None), bool, int, float, str)  # values of options such as use_cache
 
 
@@ -54,7 +54,7 @@ def named_cache(
     named = {}
     for key, value in kwargs.items():
         if key not in NAMES:
-            if key not in declared:
+            if key not in declared and key not in NO_CACHES:
                 check_no_cache(key, value)
             named[key] = value
         elif value is not None:
@@ -71,9 +71,7 @@ def named_cache(
 def check_no_cache(key: str, value: Any) -> None:
     """Raise ValueError if an argument that is not named as a cache is one, by its type or by its name."""
     is_named = "cache" in key or "past" in key or key in OTHER_NAMES
-    if isinstance(value, Cache) or (
-        is_named and key not in NO_CACHES and not isinstance(value, OPTIONS)
-    ):
+    if isinstance(value, Cache) or (is_named and not isinstance(value, OPTIONS)):
         raise ValueError(
             f"a cache must be given as cache or past_key_values, got {type(value).__name__} as {key}, "
             "which the model would not read"

@@ -1,6 +1,7 @@
 """In how many bits a cache stores its states: what `cache_bits` of a config or of `generate` says."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from hf_memory.ops.bits import BITS
@@ -41,7 +42,7 @@ def read_bits(given: Any) -> CacheBits:
         return ALL_BITS
     if not isinstance(given, dict):
         _check(given, "cache_bits", BITS, " or None, or a dict of bits by kind")
-        return CacheBits(of_all_rows=given)
+        return _of_all_rows(given)
     by_kind: dict[str, int] = {}
     for kind, bits in given.items():
         name = f"cache_bits of {kind!r}"
@@ -58,6 +59,12 @@ def read_bits(given: Any) -> CacheBits:
             _check(number, f"{name}, of {part}", BITS)
             by_kind[f"{kind}.{part}"] = number
     return CacheBits(tuple(sorted(by_kind.items())))
+
+
+@lru_cache
+def _of_all_rows(bits: int) -> CacheBits:
+    """The same object each time: objects that are the same need no comparison at each token."""
+    return CacheBits(of_all_rows=bits)
 
 
 def check_kinds(given: Any, states: list[str]) -> None:

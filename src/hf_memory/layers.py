@@ -13,6 +13,7 @@ from transformers.models.phi3.modeling_phi3 import (
 )
 
 from hf_memory.convertible import Convertible
+from hf_memory.ops import cpu
 from hf_memory.ops.layout import expand_dims_like, true_first
 from hf_memory.ops.masks import packed
 from hf_memory.ops.precision import upcast
@@ -38,7 +39,7 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 class RMSNorm(LlamaRMSNorm):
-    """Llama's RMS norm, in one PyTorch call."""
+    """Llama's RMS norm, in one call."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., channels] -> [..., channels]."""
@@ -46,6 +47,9 @@ class RMSNorm(LlamaRMSNorm):
         eps = self.variance_epsilon
         if hidden_states.dtype != weight.dtype:  # under autocast
             return weight * F.rms_norm(hidden_states, weight.shape, eps=eps)
+        is_one_token = hidden_states.shape[1] == 1 and type(weight) is nn.Parameter
+        if is_one_token and weight.is_cpu and cpu.runs(hidden_states):
+            return cpu.rms_norm(hidden_states, weight, eps)
         return torch.rms_norm(hidden_states, weight.shape, weight, eps)
 
 

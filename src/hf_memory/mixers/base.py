@@ -429,6 +429,9 @@ class MemoryMixer(Convertible, Projections):
     def check_cache(self, cache: Cache, layer_idx: int) -> None:
         """See `Projections.check_cache`."""
         layer = held_memory(cache, layer_idx)
+        for spec in self._specs.values():
+            if layer.spec is spec:  # it has read with the layer before
+                return
         layer.check(self.spec_in(layer.bits or self.default_bits), type(self).__name__)
 
     def catch_up(self, layer: MemoryLayer) -> None:
@@ -485,7 +488,7 @@ class MemoryMixer(Convertible, Projections):
         output, after = self.run(hidden_states, context)
         output = output if context.order is None else context.in_their_places(output)
         after = flat(after) if self.has_parts else after
-        spec = self.spec_in(context.bits)
+        spec = self.spec if layer is None else layer.spec
         return output, as_declared(after, states, spec, hidden_states.dtype)
 
     def in_context(

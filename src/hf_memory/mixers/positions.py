@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops import cpu
+
 
 class Positions(NamedTuple):
     """Cosines and sines of T tokens, which transformers passes as `position_embeddings`."""
@@ -46,6 +48,8 @@ class Positions(NamedTuple):
         """Rotate q and k [B, T, H, D]. If there are fewer angles than channels, only the first channels are rotated."""
         if q.shape[1] > 1:
             return self.turn(q), self.turn(k)
+        if self.cos.dtype == q.dtype and cpu.runs(q):
+            return cpu.turn(q, *self), cpu.turn(k, *self)
         both = self.turn(torch.cat([q, k], 2))  # calls cost more than the copy
         q, k = both.split_with_sizes((q.shape[2], k.shape[2]), 2)
         return q, k

@@ -32,6 +32,7 @@ from hf_memory.mixers.pasts.kept_by_head import KeptByHead
 from hf_memory.mixers.pasts.ring import Ring
 from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.positions import Positions
+from hf_memory.ops.cpu import TokenReader, TokenReaderInGraph
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
 
 
@@ -215,11 +216,12 @@ class WindowedMixer(MemoryMixer):
 
     def project(self, hidden_states: Tensor, positions: Positions | None) -> Projected:
         """What each token [B, T, hidden_size] has by itself: queries by group [B, T, H, groups, D], keys and values."""
+        if self.far is None:
+            q, k, v = self.project_heads(hidden_states, positions)
+            return {"q": self._by_group(q, k), "k": k, "v": v}
         plain_q, k, v = self.project_heads(hidden_states, None)
         q, k = self.rotate(plain_q, k, positions)
         found = {"q": self._by_group(q, k), "k": k, "v": v}
-        if self.far is None:
-            return found
         found |= {"plain_q": self._by_group(plain_q, k), "gates": self.far.gates(hidden_states)}
         if positions is not None and self.rotates:
             angles = positions.inverse().halves()
@@ -233,45 +235,72 @@ class WindowedMixer(MemoryMixer):
         self, parts: list[Part], projected: Projected, context: Context
     ) -> tuple[list[Tensor], States]:
         """The outputs [B, T, n, groups, D] of some parts, and their states."""
-        q, k, v = (projected[name] for name in "qkv")
+        q = projected["q"]
+        k = projected["k"]
+        v = projected["v"]
         self._check_heads(k)
-        tokens = tokens_read = None
-        if not context.is_step(q):
-            tokens, tokens_read = context.tokens_and_count(q)
-        elif all(self.is_compiled(part, q, context) for part in parts):
-            _count_one(context)
-            return [self._read_token(part, q, k, v, context) for part in parts], context.states
+        if context.is_step(q):
+            return self._attend_one(parts, projected, context)
+        tokens, tokens_read = context.tokens_and_count(q)
         outputs = []
         states: States = {}
         for part, new in zip(parts, self.new_rows(parts, k, v, context)):
             o, of_part = self.attend_part(part, projected, new, tokens, context)
             outputs.append(o)
             states |= of_part
-        if tokens is None:
-            _count_one(context)
-            states = context.states | states if states else context.states
-        else:
-            states["tokens_read"] = tokens_read
+        states["tokens_read"] = tokens_read
         return outputs, states
 
-    def is_compiled(self, part: Part, q: Tensor, context: Context) -> bool:
-        """Whether compiled code reads one token of each row for a part."""
-        is_alone = self.far is None and self.sinks is None
-        past = part.past
-        return (
-            is_alone
-            and isinstance(past, Kept | KeptByHead)
-            and past.is_compiled(q, context, self.scores)
-        )
+    def _attend_one(
+        self, parts: list[Part], projected: Projected, context: Context
+    ) -> tuple[list[Tensor], States]:
+        """`attend` for one token of each row, which follows others."""
+        outputs: list[Any] = []
+        others = []
+        for i, part in enumerate(parts):
+            outputs.append(self._read_token(part, projected, context))
+            if outputs[i] is None:
+                others.append(i)
+        changed: States = {}
+        if others:
+            rows = projected["k"], projected["v"]
+            new_rows = self.new_rows([parts[i] for i in others], *rows, context)
+            for i, new in zip(others, new_rows):
+                outputs[i], of_part = self.attend_part(parts[i], projected, new, None, context)
+                changed |= of_part
+        counts = context.states["tokens_read"]
+        for x in counts if isinstance(counts, list) else [counts]:
+            x.add_(1)
+        return outputs, context.states | changed if changed else context.states
 
-    def _read_token(self, part: Part, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        past: Any = part.past
-        q, k, v = (part.of(x)[:, 0].contiguous() for x in (q, k, v))
-        before = context.uniform_length
-        positions = tuple(before) if isinstance(before, list) else (before,) * len(q)
-        o = torch.empty_like(q)
-        past.reader(k.shape[1], context, self.scores)(q, k, v, positions, o)
-        return o[:, None]
+    def _read_token(self, part: Part, projected: Projected, context: Context) -> Tensor | None:
+        """The outputs [B, 1, n, groups, D] for one token of each row; None if compiled code does not read the part."""
+        q = projected["q"]
+        reader = self.reader(part, q, context)
+        if reader is None:
+            return None
+        B, T, H, groups, D = q.shape
+        positions = context.uniform_length
+        if positions is None:
+            positions = context.states["tokens_read"]
+        elif isinstance(positions, int):
+            positions = (positions,) * B
+        else:
+            positions = tuple(positions)
+        o = q.new_empty(B, T, len(part.heads) if part.slices else H, groups, D)
+        reader(q, projected["k"], projected["v"], positions, o)
+        return o
+
+    def reader(
+        self, part: Part, q: Tensor, context: Context
+    ) -> TokenReader | TokenReaderInGraph | None:
+        """What reads one token of each row for a part, queries q [B, 1, H, groups, D]; see `Kept.reader`."""
+        past = part.past
+        is_alone = self.far is None and self.sinks is None and len(part.slices) < 2
+        if not is_alone or not isinstance(past, Kept | KeptByHead):
+            return None
+        among = part.slices[0] if part.slices else slice(0, q.shape[2], 1)
+        return past.reader(q, context, self.scores, among)
 
     def new_rows(self, parts: list[Part], k: Tensor, v: Tensor, context: Context) -> list[New]:
         """New keys and values [B, T, H, D] of each part: stored in one call if all heads store them alike."""
@@ -485,13 +514,6 @@ class WindowedMixer(MemoryMixer):
         position = context.states["tokens_read"][:, None]
         is_written = position >= past.size + past.first
         return Leaving(key, value, gates, is_written)
-
-
-def _count_one(context: Context) -> None:
-    """Count one more token of each row, in place."""
-    counts = context.states["tokens_read"]
-    for x in counts if isinstance(counts, list) else [counts]:
-        x.add_(1)
 
 
 def _full_heads(config, layer_idx: int) -> list[int]:

@@ -236,6 +236,7 @@ class MemoryModel(MemoryPreTrainedModel):
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
+        self.local_rotary_emb: Any = None
         if config.local_rope_layers:
             local = copy.copy(config)
             local.rope_parameters = config.local_rope_parameters
@@ -361,7 +362,7 @@ class MemoryModel(MemoryPreTrainedModel):
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """The cosines and sines of rotary positions [B, T], [B, T, channels] each, as arguments of the layers."""
         embeddings = {"position_embeddings": self.rotary_emb(hidden_states, position_ids)}
-        if self.config.local_rope_layers:
+        if self.local_rotary_emb is not None:
             embeddings["local_embeddings"] = self.local_rotary_emb(hidden_states, position_ids)
         return embeddings
 

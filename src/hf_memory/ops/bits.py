@@ -115,7 +115,7 @@ def group_matrix(channels: int, like: Tensor) -> Tensor:
 
 
 def _pack(x: Tensor, bits: int) -> Tensor:
-    if bits == 8 and cpu.runs(x):
+    if bits == 8 and cpu.takes_rows(x):
         return cpu.pack(x)
     # in float64, whose sums round to the same codes whatever their order
     return PACKING[bits](rotated(x.double()))

@@ -1,4 +1,5 @@
-// Rows in 8 bits on a CPU: packing them, and attention of one token to them. See bits.py and attention_in_bits.
+// Rows in 8 bits on a CPU: packing them, and attention of one token to them. See bits.py and attention_in_bits. And norms
+// and rotations of one token, which are several operations of PyTorch.
 //
 // A packed row is its scale in bfloat16 and then a code of 8 bits for each channel. Codes become numbers in registers, so
 // that nothing is written but the scores of a head.
@@ -50,9 +51,9 @@ float scale_of(const uint8_t *row) {
   return number_of(found);
 }
 
-// e^x of x <= 0, to the precision of float; a loop over it needs no calls.
+// e^x of x <= 0, to the precision of float; a loop over it needs neither calls nor branches.
 inline float exponential(float x) {
-  x = x < -87 ? -87 : x;
+  x = x < -88 ? -88 : x; // whose power below is zero
   const float n = std::nearbyint(x * 1.44269504f);
   const float r = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, x));
   float p = 1.9875691500e-4f;
@@ -103,6 +104,32 @@ template <class T> void pack(int64_t rows, int D, const T *x, uint8_t *packed) {
   }
 }
 
+// Rows x [rows, D] divided by the root of their mean square, times a weight [D].
+template <class T> void rms_norm(int64_t rows, int64_t D, const T *x, const T *weight, float eps, T *y) {
+  for (int64_t row = 0; row < rows; ++row, x += D, y += D) {
+    float sum = 0;
+    for (int64_t d = 0; d < D; ++d) sum += number_of(x[d]) * number_of(x[d]);
+    const float factor = 1 / std::sqrt(sum / D + eps);
+    for (int64_t d = 0; d < D; ++d) store(y + d, number_of(x[d]) * factor * number_of(weight[d]));
+  }
+}
+
+// Heads x [B, H, D] of one token of each row. The first C channels rotate in pairs of one in their first half and one in
+// the second, by angles whose cosines and sines [C] are `of_row` numbers after those of the row before.
+template <class T>
+void turn(int64_t B, int64_t H, int D, int C, const T *x, const T *cosine, const T *sine, int64_t of_row, T *y) {
+  const int half = C / 2;
+  for (int64_t b = 0; b < B; ++b, cosine += of_row, sine += of_row)
+    for (int64_t h = 0; h < H; ++h, x += D, y += D) {
+      for (int d = 0; d < C; ++d) store(y + d, number_of(x[d]) * number_of(cosine[d]));
+      for (int d = 0; d < half; ++d) {
+        store(y + d, number_of(y[d]) - number_of(x[d + half]) * number_of(sine[d]));
+        store(y + d + half, number_of(y[d + half]) + number_of(x[d]) * number_of(sine[d + half]));
+      }
+      for (int d = C; d < D; ++d) y[d] = x[d];
+    }
+}
+
 struct Head {
   const uint8_t *keys;
   const uint8_t *values;
@@ -138,11 +165,14 @@ void attend(const Head &head, int D, const float *q, float softcap, float *p, fl
       if (is_hidden) of_query[j] = -INFINITY;
       most = of_query[j] > most ? of_query[j] : most;
     }
+    if (most == -INFINITY) most = 0; // nothing is visible
+    float sum = 0;
     for (int64_t j = 0; j < n; ++j) {
-      const float x = of_query[j] == -INFINITY ? 0 : exponential(of_query[j] - most);
+      const float x = exponential(of_query[j] - most);
       of_query[j] = x;
-      total[g] += x;
+      sum += x;
     }
+    total[g] = sum;
     mass[g] = total[g] ? most + std::log(total[g]) : -INFINITY;
     const float factor = total[g] ? 1 / total[g] : 0;
     for (int64_t j = 0; j < n; ++j) of_query[j] *= factor; // before sums, in which values may be large
@@ -191,14 +221,14 @@ int64_t largest(const int64_t *x, int64_t n) { return *std::max_element(x, x + n
 
 template <class T>
 void attention(int64_t B, int64_t H, int G, int D, const int64_t *first, const int64_t *count,
-               const int64_t *first_visible, int64_t stride, const uint8_t *const *keys, const uint8_t *const *values,
-               const uint8_t *visible, int64_t visible_stride, const T *q, int64_t q_row, int64_t q_head, float scale,
-               float softcap, T *o, float *mass) {
+               const int64_t *first_visible, int64_t stride, const uint8_t *const *held, const uint8_t *visible,
+               int64_t visible_stride, const T *q, int64_t q_row, int64_t q_head, float scale, float softcap, T *o,
+               float *mass) {
   std::vector<float> p(TOGETHER * largest(count, H));
   for (int64_t b = 0; b < B; ++b)
     for (int64_t h = 0; h < H; ++h, o += G * D, mass += G) {
       const uint8_t *seen = visible ? visible + b * visible_stride + first_visible[h] : nullptr;
-      const Head head = {keys[b] + first[h], values[b] + first[h], seen, nullptr, count[h], stride};
+      const Head head = {held[b] + first[h], held[B + b] + first[h], seen, nullptr, count[h], stride};
       attend_head(head, G, D, q + b * q_row + h * q_head, scale, softcap, p.data(), o, mass);
     }
 }
@@ -213,6 +243,13 @@ struct Entries {
   int c;           // entries after these, which are the tokens of the block
 };
 
+// The number of empty entries before all others: after few tokens most of those that stay.
+int leading_empty(const Entries &held) {
+  int found = 0;
+  while (found < held.stay && !held.number[found]) ++found;
+  return found;
+}
+
 // How it is decided.
 struct Rule {
   int first;      // first tokens of the text, which always stay
@@ -222,82 +259,79 @@ struct Rule {
   float softcap;
 };
 
-// Products of a packed row, without its scale, with queries that are columns of x [D, LANES].
-void multiply(const uint8_t *row, int D, const float *x, float *products) {
-  const int8_t *code = (const int8_t *)row + SCALE;
-  float sums[LANES] = {};
-  for (int d = 0; d < D; ++d) {
-    const float number = code[d];
-    for (int i = 0; i < LANES; ++i) sums[i] += number * x[d * LANES + i];
+// The numbers [count, D] of packed rows, as they were packed.
+void unpack(const uint8_t *packed, int count, int D, float *numbers) {
+  for (int j = 0; j < count; ++j, packed += SCALE + D, numbers += D) {
+    const float scale = scale_of(packed);
+    for (int d = 0; d < D; ++d) numbers[d] = scale * (float)(int8_t)packed[SCALE + d];
   }
-  const float scale = scale_of(row);
-  for (int i = 0; i < LANES; ++i) products[i] = scale * sums[i];
 }
 
-// Adds what attention p [n, LANES] of some queries, columns of q [D, LANES], says of entries.
+// y [rows, LANES] = a x, of x [columns, LANES] and the numbers a[i * row + j * column].
+template <int ROWS> void multiply_some(int columns, const float *a, int row, int column, const float *x, float *y) {
+  float sums[ROWS][LANES] = {};
+  for (int j = 0; j < columns; ++j, a += column, x += LANES)
+    for (int r = 0; r < ROWS; ++r)
+      for (int i = 0; i < LANES; ++i) sums[r][i] += a[r * row] * x[i];
+  memcpy(y, sums, sizeof(sums));
+}
+
+void multiply(int rows, int columns, const float *a, int row, int column, const float *x, float *y) {
+  const int TILE = 4; // rows whose sums are in registers
+  int i = 0;
+  for (; i + TILE <= rows; i += TILE) multiply_some<TILE>(columns, a + i * row, row, column, x, y + i * LANES);
+  for (; i < rows; ++i) multiply_some<1>(columns, a + i * row, row, column, x, y + i * LANES);
+}
+
+// Adds what attention p [n, LANES] of some queries, columns of q [D, LANES], says of entries with keys and values [n, D].
 //
 // received_attention: sum_i p_ij.   change_of_output: sum_i w_ij^2 |o_i - v_j|^2,   w_ij = p_ij / (1 - p_ij)
-void add_worth(const Entries &held, const Rule &rule, int D, int queries, const int *place, const float *q, float *p,
-               float *added) {
-  const int n = held.stay + held.c;
-  const int stride = SCALE + D;
+void add_worth(const Rule &rule, int n, int c, int D, const int32_t *number, const float *keys, const float *values,
+               int queries, const int *place, const float *q, float *p, float *added) {
   float most[LANES];
   float total[LANES] = {};
   for (int i = 0; i < LANES; ++i) most[i] = -INFINITY;
+  multiply(n, D, keys, D, 1, q, p);
+  if (rule.softcap)
+    for (int i = 0; i < n * LANES; ++i) p[i] = rule.softcap * std::tanh(p[i] / rule.softcap);
   for (int j = 0; j < n; ++j) {
     float *of_entry = p + j * LANES;
-    multiply(held.keys + j * stride, D, q, of_entry);
-    const int back = j - held.stay; // the place in the block
-    const bool is_there = back >= 0 || held.number[j];
+    const int back = j - (n - c); // the place in the block
+    const int last = back >= 0 || number[j] ? back : c;
     for (int i = 0; i < LANES; ++i) {
-      if (rule.softcap) of_entry[i] = rule.softcap * std::tanh(of_entry[i] / rule.softcap);
-      of_entry[i] = is_there && back <= place[i] ? of_entry[i] : -INFINITY;
+      of_entry[i] = last <= place[i] ? of_entry[i] : -INFINITY;
       most[i] = of_entry[i] > most[i] ? of_entry[i] : most[i];
     }
   }
   for (int j = 0; j < n; ++j)
     for (int i = 0; i < LANES; ++i) {
-      float &x = p[j * LANES + i];
-      x = x == -INFINITY ? 0 : exponential(x - most[i]);
+      const float x = exponential(p[j * LANES + i] - most[i]);
+      p[j * LANES + i] = x;
       total[i] += x;
     }
-  std::vector<float> o(rule.is_change ? D * LANES : 0); // [D, LANES]
   float factor[LANES];
-  float size[LANES] = {};
   for (int i = 0; i < LANES; ++i) factor[i] = i < queries ? 1 / total[i] : 0;
   for (int j = 0; j < n; ++j) {
-    float *of_entry = p + j * LANES;
     float sum = 0;
-    for (int i = 0; i < LANES; ++i) sum += of_entry[i] *= factor[i];
-    if (!rule.is_change) {
-      added[j] += sum;
-      continue;
-    }
-    const uint8_t *row = held.values + j * stride;
-    const int8_t *code = (const int8_t *)row + SCALE;
-    const float scale = scale_of(row);
-    for (int d = 0; d < D; ++d) {
-      const float number = scale * code[d];
-      for (int i = 0; i < LANES; ++i) o[d * LANES + i] += number * of_entry[i];
-    }
+    for (int i = 0; i < LANES; ++i) sum += p[j * LANES + i] *= factor[i];
+    if (!rule.is_change) added[j] += sum;
   }
   if (!rule.is_change) return;
+  std::vector<float> o(D * LANES); // [D, LANES]
+  std::vector<float> products(n * LANES);
+  float size[LANES] = {};
+  multiply(D, n, values, 1, D, p, o.data());
+  multiply(n, D, values, D, 1, o.data(), products.data());
   for (int d = 0; d < D; ++d)
     for (int i = 0; i < LANES; ++i) size[i] += o[d * LANES + i] * o[d * LANES + i];
-  for (int j = 0; j < n; ++j) {
-    const uint8_t *row = held.values + j * stride;
-    const int8_t *code = (const int8_t *)row + SCALE;
-    const float scale = scale_of(row);
-    float products[LANES];
-    multiply(row, D, o.data(), products);
+  for (int j = 0; j < n; ++j, values += D) {
     float square = 0;
-    for (int d = 0; d < D; ++d) square += (float)code[d] * (float)code[d];
-    square *= scale * scale;
+    for (int d = 0; d < D; ++d) square += values[d] * values[d];
     float sum = 0;
     for (int i = 0; i < LANES; ++i) {
       const float x = p[j * LANES + i];
       const float rest = 1 - x < LEAST_REST ? LEAST_REST : 1 - x;
-      sum += x / rest * (x / rest) * (size[i] - 2 * products[i] + square);
+      sum += x / rest * (x / rest) * (size[i] - 2 * products[j * LANES + i] + square);
     }
     added[j] += sum;
   }
@@ -334,7 +368,13 @@ void keep_best(const Entries &held, const Rule &rule, int D, const float *worth)
 
 template <class T> void end_block(const Entries &held, const Rule &rule, int G, int D, T *queries) {
   const int n = held.stay + held.c;
-  std::vector<float> p(n * LANES);
+  const int empty = leading_empty(held);
+  const int there = n - empty;
+  std::vector<float> keys(there * D);
+  std::vector<float> values(there * D);
+  unpack(held.keys + empty * (SCALE + D), there, D, keys.data());
+  unpack(held.values + empty * (SCALE + D), there, D, values.data());
+  std::vector<float> p(there * LANES);
   std::vector<float> q(D * LANES);
   std::vector<float> worth(n);
   for (int start = 0; start < G * held.c; start += LANES) {
@@ -348,7 +388,8 @@ template <class T> void end_block(const Entries &held, const Rule &rule, int G, 
       for (int d = 0; d < D; ++d) q[d * LANES + i] = row[d];
       place[i] = (start + i) % held.c;
     }
-    add_worth(held, rule, D, some, place, q.data(), p.data(), worth.data());
+    add_worth(rule, there, held.c, D, held.number + empty, keys.data(), values.data(), some, place, q.data(), p.data(),
+              worth.data() + empty);
   }
   for (int j = 0; j < n; ++j) {
     if (worth[j] < 0) worth[j] = 0;
@@ -358,18 +399,23 @@ template <class T> void end_block(const Entries &held, const Rule &rule, int G, 
   memset(queries, 0, G * held.c * D * sizeof(T));
 }
 
-// One token of each sequence is written among the entries of each head, read, and may end a block.
+// One token of each sequence is written among the entries of each head, read, and may end a block. `rows` are where the
+// keys of each sequence begin, then the values, and so on.
 template <class T>
-void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, const int64_t *sizes,
-                const int64_t *positions, uint8_t *const *keys, uint8_t *const *values, int32_t *const *number,
-                float *const *score, T *const *queries, const T *q, int64_t q_row, int64_t q_head, const T *k,
-                int64_t k_row, int64_t k_head, const T *v, int64_t v_row, int64_t v_head, T *o) {
+void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, const int64_t *sizes, void *const *rows,
+                const int64_t *positions, const T *q, int64_t q_row, int64_t q_head, const T *k, int64_t k_row,
+                int64_t k_head, const T *v, int64_t v_row, int64_t v_head, T *o) {
   const int stride = SCALE + D;
   std::vector<float> p(TOGETHER * largest(sizes, H));
   std::vector<float> mass(G);
   for (int64_t b = 0; b < B; ++b) {
-    Entries held = {keys[b], values[b], number[b], score[b], 0, c};
-    T *asked = queries[b];
+    Entries held;
+    held.keys = (uint8_t *)rows[b];
+    held.values = (uint8_t *)rows[B + b];
+    held.number = (int32_t *)rows[2 * B + b];
+    held.score = (float *)rows[3 * B + b];
+    held.c = c;
+    T *asked = (T *)rows[4 * B + b];
     const int place = positions[b] % c;
     for (int64_t h = 0; h < H; ++h) {
       held.stay = sizes[h] - c;
@@ -379,7 +425,9 @@ void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, con
       pack(1, D, v + b * v_row + h * v_head, held.values + at * stride);
       held.number[at] = positions[b] + 1;
       for (int g = 0; g < G; ++g) memcpy(asked + (g * c + place) * D, of_head + g * D, D * sizeof(T));
-      const Head head = {held.keys, held.values, nullptr, held.number, at + 1, stride};
+      const int empty = leading_empty(held);
+      const int before = empty * stride;
+      const Head head = {held.keys + before, held.values + before, nullptr, held.number + empty, at + 1 - empty, stride};
       attend_head(head, G, D, of_head, rule.scale, rule.softcap, p.data(), o, mass.data());
       if (place == c - 1) end_block(held, rule, G, D, asked);
       held.keys += sizes[h] * stride;
@@ -396,11 +444,11 @@ void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, con
 
 #define ATTENTION(NAME, T)                                                                                             \
   extern "C" void NAME(int64_t B, int64_t H, int G, int D, const int64_t *first, const int64_t *count,                 \
-                       const int64_t *first_visible, int64_t stride, const uint8_t *const *keys,                       \
-                       const uint8_t *const *values, const uint8_t *visible, int64_t visible_stride, const T *q,       \
-                       int64_t q_row, int64_t q_head, float scale, float softcap, T *o, float *mass) {                 \
-    attention(B, H, G, D, first, count, first_visible, stride, keys, values, visible, visible_stride, q, q_row,        \
-              q_head, scale, softcap, o, mass);                                                                        \
+                       const int64_t *first_visible, int64_t stride, const uint8_t *const *held,                       \
+                       const uint8_t *visible, int64_t visible_stride, const T *q, int64_t q_row, int64_t q_head,      \
+                       float scale, float softcap, T *o, float *mass) {                                                \
+    attention(B, H, G, D, first, count, first_visible, stride, held, visible, visible_stride, q, q_row, q_head, scale, \
+              softcap, o, mass);                                                                                       \
   }
 
 ATTENTION(attend_float32, float)
@@ -411,14 +459,24 @@ extern "C" void pack_bfloat16(int64_t rows, int D, const BFloat16 *x, uint8_t *p
 
 #define READ_TOKEN(NAME, T)                                                                                            \
   extern "C" void NAME(int64_t B, int64_t H, int G, int D, int c, int first, int window, int is_change, float scale,   \
-                       float softcap, const int64_t *sizes, const int64_t *positions, uint8_t *const *keys,            \
-                       uint8_t *const *values, int32_t *const *number, float *const *score, T *const *queries,         \
-                       const T *q, int64_t q_row, int64_t q_head, const T *k, int64_t k_row, int64_t k_head,           \
-                       const T *v, int64_t v_row, int64_t v_head, T *o) {                                              \
+                       float softcap, const int64_t *sizes, void *const *rows, const int64_t *positions, const T *q,   \
+                       int64_t q_row, int64_t q_head, const T *k, int64_t k_row, int64_t k_head, const T *v,           \
+                       int64_t v_row, int64_t v_head, T *o) {                                                          \
     const Rule rule = {first, window, is_change != 0, scale, softcap};                                                 \
-    read_token(B, H, G, D, c, rule, sizes, positions, keys, values, number, score, queries, q, q_row, q_head, k,       \
-               k_row, k_head, v, v_row, v_head, o);                                                                    \
+    read_token(B, H, G, D, c, rule, sizes, rows, positions, q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, o);  \
   }
 
 READ_TOKEN(read_token_float32, float)
 READ_TOKEN(read_token_bfloat16, BFloat16)
+
+#define OF_ONE_TOKEN(TYPE, T)                                                                                          \
+  extern "C" void rms_norm_##TYPE(int64_t rows, int64_t D, const T *x, const T *weight, float eps, T *y) {             \
+    rms_norm(rows, D, x, weight, eps, y);                                                                              \
+  }                                                                                                                    \
+  extern "C" void turn_##TYPE(int64_t B, int64_t H, int D, int C, const T *x, const T *cosine, const T *sine,          \
+                              int64_t of_row, T *y) {                                                                  \
+    turn(B, H, D, C, x, cosine, sine, of_row, y);                                                                      \
+  }
+
+OF_ONE_TOKEN(float32, float)
+OF_ONE_TOKEN(bfloat16, BFloat16)

@@ -1,7 +1,8 @@
-"""Compiled code for rows in 8 bits on a CPU, `cpu.cpp`, which is used where there is a C++ compiler.
+"""Compiled code for a CPU, `cpu.cpp`, which is used where there is a C++ compiler.
 
 It is compiled when it is first needed, in two seconds, and kept in the user's cache for later processes. PyTorch has no
-operation for what it does: there, codes become numbers in memory before they are multiplied.
+operation for rows in 8 bits: there, codes become numbers in memory before they are multiplied. A norm and a rotation of
+one token are several of its operations, which take longer than what they compute.
 """
 
 import ctypes
@@ -31,6 +32,7 @@ OF_PROCESSOR = {  # by the name of PyTorch for what its own code uses
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 WIDEST = 256  # channels of a head
 SCALE = 2  # bytes of the scale of a row
+LONGEST_ALIKE = 6  # bytes of a row that has as many in 4 bits
 POLICIES = ("received_attention", "change_of_output")  # of kept tokens
 
 _LONG = ctypes.c_int64
@@ -38,18 +40,20 @@ _INT = ctypes.c_int
 _FLOAT = ctypes.c_float
 _POINTER = ctypes.c_void_p
 ARGUMENTS = {  # types of those of each function
+    "rms_norm": [_LONG, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER],
+    "turn": [*(_LONG, _LONG, _INT, _INT), *(_POINTER, _POINTER, _POINTER), *(_LONG, _POINTER)],
     "pack": [_LONG, _INT, _POINTER, _POINTER],
     "attend": [
         *(_LONG, _LONG, _INT, _INT),
         *(_POINTER, _POINTER, _POINTER, _LONG),
-        *(_POINTER, _POINTER, _POINTER, _LONG),
+        *(_POINTER, _POINTER, _LONG),
         *(_POINTER, _LONG, _LONG),
         *(_FLOAT, _FLOAT, _POINTER, _POINTER),
     ],
     "read_token": [
         *(_LONG, _LONG, _INT, _INT),
         *(_INT, _INT, _INT, _INT, _FLOAT, _FLOAT),
-        *[_POINTER] * 7,
+        *(_POINTER, _POINTER, _POINTER),
         *[_POINTER, _LONG, _LONG] * 3,
         _POINTER,
     ],
@@ -101,7 +105,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def runs(x: Tensor) -> bool:
-    """Whether compiled code takes rows x [..., D]: on a CPU in float32 or bfloat16, without gradients or graphs.
+    """Whether compiled code takes numbers x: on a CPU in float32 or bfloat16, without gradients or graphs.
 
     Neither what torch.func transforms nor a mode that sees each operation, such as make_fx, would notice it.
     """
@@ -109,15 +113,64 @@ def runs(x: Tensor) -> bool:
         x.device.type == "cpu"
         and x.dtype in DTYPES
         and type(x) is Tensor
-        and x.shape[-1] % 2 == 0
-        and x.shape[-1] <= WIDEST
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
         and torch._C._functorch.maybe_current_level() is None
         and not torch._C._len_torch_dispatch_stack()
         and library() is not None
     )
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether compiled code packs and reads rows x [..., D]."""
+    return x.shape[-1] % 2 == 0 and x.shape[-1] <= WIDEST and runs(x)
+
+
+@torch.compiler.assume_constant_result
+def _is_there() -> bool:
+    return library() is not None
+
+
+def _runs_in_graph(x: Tensor) -> bool:
+    """Whether a graph of `torch.compile` can call compiled code for rows x [..., D]; others call PyTorch's operations."""
+    return (
+        torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+        and x.device.type == "cpu"
+        and x.dtype in DTYPES
+        and x.shape[-1] % 2 == 0
+        and x.shape[-1] <= WIDEST
+        and not torch.is_grad_enabled()
+        and _is_there()
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`torch.rms_norm` of one token of each row, x [B, 1, ..., channels]."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    D = x.shape[-1]
+    run = getattr(library(), f"rms_norm_{DTYPES[x.dtype]}")
+    run(x.numel() // D, D, x.data_ptr(), weight.data_ptr(), eps, y.data_ptr())
+    return y
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `hf_memory.mixers.positions.Positions.turn`, for one token of each row, x [B, 1, H, D]."""
+    x = x.contiguous()
+    cos = cos.contiguous()
+    sin = sin.contiguous()
+    y = torch.empty_like(x)
+    B, _, H, D = x.shape
+    rows, _, C = cos.shape
+    run = getattr(library(), f"turn_{DTYPES[x.dtype]}")
+    run(
+        *(B, H, D, C),
+        *(x.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+        *(0 if rows == 1 else C, y.data_ptr()),
+    )
+    return y
 
 
 def pack(x: Tensor) -> Tensor:
@@ -166,7 +219,7 @@ def attention(
     run(
         *(B, H, G, D),
         *(*places, of_entry),
-        *(_addresses(keys), _addresses(values), seen, of_seen_row),
+        *(_addresses([keys, values]), seen, of_seen_row),
         *(q.data_ptr(), of_row, of_head),
         *(scale, softcap, o.data_ptr(), mass.data_ptr()),
     )
@@ -175,12 +228,21 @@ def attention(
 
 def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
     """Whether a `TokenReader` takes these states, and queries q [..., D]."""
-    if policy not in POLICIES or not runs(q):
+    if policy not in POLICIES or not (takes_rows(q) or _runs_in_graph(q)):
         return False
-    queries = held[-1]
-    if isinstance(queries, Tensor):
-        return queries.dtype == q.dtype and all(x.is_contiguous() for x in held)
-    return queries[0].dtype == q.dtype and all(x.is_contiguous() for rows in held for x in rows)
+    for state in held:
+        for x in [state] if isinstance(state, Tensor) else state:
+            if not x.is_contiguous():
+                return False
+    is_whole = isinstance(held[0], Tensor)
+    keys, values, *_, queries = held if is_whole else next(zip(*held))
+    in_bytes = SCALE + q.shape[-1]
+    return (
+        keys.dtype == values.dtype == torch.uint8
+        and keys.shape[-1] == values.shape[-1] == in_bytes
+        and in_bytes > LONGEST_ALIKE
+        and queries.dtype == q.dtype
+    )
 
 
 class TokenReader:
@@ -210,52 +272,83 @@ class TokenReader:
         policy: str,
         scale: float,
         softcap: float | None,
-        among: slice = slice(0, None, 1),
+        among: slice,
     ):
         queries = held[-1] if isinstance(held[-1], Tensor) else held[-1][0]
         H = len(sizes)
-        c, D = queries.shape[-2:]
-        self.rows = len(held[-1])
-        self.among = among
+        c, self.channels = queries.shape[-2:]
+        self.first_head = among.start
+        self.step = among.step
         self.run = getattr(library(), f"read_token_{DTYPES[queries.dtype]}")
-        self.numbers = self.rows, H, queries.shape[1] // H, D
-        self.rule = c, first, window, policy == "change_of_output", scale, softcap or 0.0
-        self.sizes = _longs(sizes)
-        self.held = tuple(map(_addresses, held))
+        held_rows = _addresses(held)
+        self.given = (
+            *(len(held_rows) // len(held), H, queries.shape[1] // H, self.channels),
+            *(c, first, window, policy == "change_of_output", scale, softcap or 0.0),
+            *(_longs(sizes), held_rows),
+        )
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: tuple[int, ...], o: Tensor
-    ) -> bool:
-        """Write outputs into o, contiguous [B, H, G, D]; False: nothing is done, since rows have other strides.
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Any, o: Tensor) -> None:
+        """Write outputs into o, contiguous [B, ..., H, G, D]; dimensions that are not named have one element, or none.
 
         Args:
-            q: queries [B, heads, G, D].
-            k: keys [B, heads, D].
-            v: values [B, heads, D].
-            positions: the number of tokens that each row has read before.
+            q: queries [B, ..., heads, G, D].
+            k: keys [B, ..., heads, D].
+            v: values [B, ..., heads, D].
+            positions: the number of tokens that each row has read before, a tuple or a tensor.
             o: the outputs.
         """
-        D = self.numbers[3]
-        if q.stride()[2:] != (D, 1) or k.stride(2) != 1 or v.stride(2) != 1:
-            return False
-        self.run(
-            *self.numbers,
-            *self.rule,
-            self.sizes,
-            _longs(positions),
-            *self.held,
-            *self._heads_of(q),
-            *self._heads_of(k),
-            *self._heads_of(v),
-            o.data_ptr(),
-        )
-        return True
+        if isinstance(positions, Tensor):
+            positions = tuple(positions.tolist())
+        if q.stride()[-2:] != (self.channels, 1):
+            q = q.contiguous()
+        if k.stride(-1) != 1 or v.stride(-1) != 1:
+            k = k.contiguous()
+            v = v.contiguous()
+        of_heads = []
+        for x, of_head in ((q, q.stride(-3)), (k, k.stride(-2)), (v, v.stride(-2))):
+            first = x.data_ptr() + self.first_head * of_head * x.itemsize
+            of_heads += [first, x.stride(0), self.step * of_head]
+        self.run(*self.given, _longs(positions), *of_heads, o.data_ptr())
 
-    def _heads_of(self, x: Tensor) -> tuple[int, int, int]:
-        """Where the heads begin in rows [B, heads, ...], and the distances of rows and of heads in numbers."""
-        of_row, of_head = x.stride()[:2]
-        first = x.data_ptr() + self.among.start * of_head * x.itemsize
-        return first, of_row, self.among.step * of_head
+
+class TokenReaderInGraph:
+    """The same in a graph of `torch.compile`, in which it is one operation."""
+
+    def __init__(
+        self, held: Sequence[Any], sizes: tuple[int, ...], *, softcap: float | None, **options: Any
+    ):
+        self.held = [*held]
+        self.options = {"sizes": [*sizes], "softcap": softcap or 0.0, **options}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Any, o: Tensor) -> None:
+        """See `TokenReader`; positions are a tensor."""
+        options = dict(self.options)
+        among = options.pop("among")
+        _read_token(
+            q, k, v, positions, self.held, o, start=among.start, step=among.step, **options
+        )
+
+
+@torch.library.custom_op("hf_memory::read_token", mutates_args=("held", "o"))
+def _read_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    held: list[Tensor],
+    o: Tensor,
+    sizes: list[int],
+    first: int,
+    window: int,
+    policy: str,
+    scale: float,
+    softcap: float,
+    start: int,
+    step: int,
+) -> None:
+    among = slice(start, start + len(sizes) * step, step)
+    how = {"first": first, "window": window, "policy": policy, "scale": scale, "softcap": softcap}
+    TokenReader(held, tuple(sizes), among=among, **how)(q, k, v, positions, o)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)
@@ -278,12 +371,16 @@ def _longs(numbers: tuple[int, ...]) -> Any:
     return (_LONG * len(numbers))(*numbers)
 
 
-def _addresses(rows: Tensor | Sequence[Tensor]) -> Any:
-    """Where each row begins."""
-    if isinstance(rows, Tensor):
-        first = rows.data_ptr()
-        size = rows.stride(0) * rows.itemsize
-        places = [first + i * size for i in range(rows.shape[0])]
-    else:
-        places = [x.data_ptr() for x in rows]
+def _addresses(states: Sequence[Tensor | Sequence[Tensor]]) -> Any:
+    """Where each row of each state begins, in turn."""
+    places = []
+    for rows in states:
+        if isinstance(rows, Tensor):
+            first = rows.data_ptr()
+            size = rows.stride(0) * rows.itemsize
+            for i in range(rows.shape[0]):
+                places.append(first + i * size)
+        else:
+            for row in rows:
+                places.append(row.data_ptr())
     return (_POINTER * len(places))(*places)

@@ -270,8 +270,7 @@ class Pages:
         if self._reader is None:
             return False
         q, k, v = (projected[name] for name in "qkv")
-        if not self._reader(q, k, v, tuple(step.before), mixed):
-            return False
+        self._reader(q, k, v, tuple(step.before), mixed)
         for count in self._counts:
             count.add_(1)
         return True
@@ -281,7 +280,7 @@ class Pages:
         if not self._can_be_apart:
             return None
         parts = self.mixer.parts if self.parts is None else self.parts
-        if len(parts) != 1 or len(parts[0].slices) > 1:
+        if len(parts) != 1:
             return None
         rows = self.shelf.apart(self.layer, step.numbers)
         states = {name: [row[name] for row in rows] for name in rows[0]}
@@ -294,12 +293,8 @@ class Pages:
             bits=self.bits,
             backend=self.backend,
         )
-        (part,) = parts
-        if not self.mixer.is_compiled(part, step.of(projected["q"]), context):
-            return None
         self._counts = states["tokens_read"]
-        among = part.slices[0] if part.slices else slice(0, None, 1)
-        return part.past.reader(len(part.heads), context, self.mixer.scores, among=among)
+        return self.mixer.reader(parts[0], step.of(projected["q"]), context)
 
     def _mixed_step(self, projected: Projected, step: Reading) -> Tensor:
         """Results [N, T, width] for the tokens of a reading, with the states in their pages.

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils.import_utils import is_tracing
 
-from hf_memory.cache import Spec, State, States, storage_of
+from hf_memory.cache import Spec, State, States
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
@@ -31,8 +31,6 @@ from hf_memory.ops.kv_eviction.chunk import places_that_stay, rows_at, score_aft
 from hf_memory.ops.layout import expand_dims_like
 from hf_memory.ops.masks import Tokens
 from hf_memory.ops.rows import Rows
-
-IN_BYTES = Rows(8, 8)
 
 
 class Entries(NamedTuple):
@@ -124,35 +122,35 @@ class Kept(NamedTuple):
         self._end_blocks(new, context, scores, ends)
         return attended
 
-    def is_compiled(self, q: Tensor, context: Context, scores: Scores) -> bool:
-        """Whether compiled code reads one token of each row, q [B, 1, H, groups, D]: in 8 bits on a CPU."""
-        return (
-            context.backend == "auto"
-            and context.uniform_length is not None
-            and scores.is_product
-            and storage_of(context.bits, self.kind) == IN_BYTES
-            and cpu.reads_token(Entries.among(context.states, self.prefix), q, self.policy)
-        )
-
     def reader(
-        self, heads: int, context: Context, scores: Scores, **options: Any
-    ) -> cpu.TokenReader:
-        """What reads tokens where `is_compiled`, after each other in the states of a context, of so many heads."""
-        return self.reader_of((self.size,) * heads, context, scores, **options)
+        self, q: Tensor, context: Context, scores: Scores, among: slice
+    ) -> cpu.TokenReader | cpu.TokenReaderInGraph | None:
+        """What reads tokens of each row after each other, queries q [B, 1, heads, groups, D] of these and other heads.
+
+        It changes the states of the context. None: compiled code does not; it does in 8 bits on a CPU.
+        """
+        heads = len(range(among.start, among.stop, among.step))
+        return self.reader_of((self.size,) * heads, q, context, scores, among)
 
     def reader_of(
-        self, sizes: tuple[int, ...], context: Context, scores: Scores, **options: Any
-    ) -> cpu.TokenReader:
+        self, sizes: tuple[int, ...], q: Tensor, context: Context, scores: Scores, among: slice
+    ) -> cpu.TokenReader | cpu.TokenReaderInGraph | None:
         """The same for heads with these numbers of entries."""
-        return cpu.TokenReader(
-            Entries.among(context.states, self.prefix),
+        held = Entries.among(context.states, self.prefix)
+        is_product = scores.is_product and context.backend == "auto"
+        if not is_product or not cpu.reads_token(held, q, self.policy):
+            return None
+        is_graph = torch.compiler.is_compiling()
+        reader: Any = cpu.TokenReaderInGraph if is_graph else cpu.TokenReader
+        return reader(
+            held,
             sizes,
             first=self.first,
             window=self.window,
             policy=self.policy,
             scale=scores.scaling,
             softcap=scores.softcap,
-            **options,
+            among=among,
         )
 
     def numbers(self, states: States) -> Sequence[Tensor]:

@@ -157,15 +157,11 @@ class KeptByHead(NamedTuple):
         ]
         return _of_heads(read)
 
-    def is_compiled(self, q: Tensor, context: Context, scores: Scores) -> bool:
-        """See `Kept.is_compiled`."""
-        return self.runs[0].past.is_compiled(q, context, scores)
-
     def reader(
-        self, heads: int, context: Context, scores: Scores, **options: Any
-    ) -> cpu.TokenReader:
+        self, q: Tensor, context: Context, scores: Scores, among: slice
+    ) -> cpu.TokenReader | cpu.TokenReaderInGraph | None:
         """See `Kept.reader`."""
-        return self.runs[0].past.reader_of(self.sizes, context, scores, **options)
+        return self.runs[0].past.reader_of(self.sizes, q, context, scores, among)
 
     def numbers(self, states: States) -> Sequence[Tensor]:
         """See `Kept.numbers`."""

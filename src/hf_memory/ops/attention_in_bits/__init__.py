@@ -65,7 +65,7 @@ def attention_in_bits(
     _check("values", values, (B, H, S, packed_bytes(D, both.value_bits)), q)
     how = scale, softcap or 0.0
     chosen = choose_backend(backend, q, kernel_refuses(q, sizes))
-    if backend == "auto" and rows == Rows(8, 8) and cpu.runs(q):
+    if backend == "auto" and rows == Rows(8, 8) and cpu.takes_rows(q):
         return cpu.attention(q, keys, values, visible, sizes, *how)
     if chosen != "triton":
         visible = seen_by_queries(visible, sizes, q)
