@@ -55,21 +55,28 @@ def test_compiled_decoding_is_one_graph_and_equals_eager(case):
     assert_close(torch.cat(warm + more, 1), expected)
 
 
+@pytest.mark.parametrize("bits", [None, 8], ids=["plain", "in bits"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"num_kept_tokens": 3, "full_attention_heads": [[1]]},
+        {"num_kept_tokens": [[3, 1]], "full_attention_heads": None},
+    ],
+    ids=["beside a full head", "by head"],
+)
 class TestKeptTokensAreOneGraph:
     """In every call of several tokens, of which each block decides which of them stay."""
 
-    def make(self):
+    @pytest.fixture
+    def models(self, bits, heads):
+        """One, and the same compiled, which raises at a graph break."""
         torch._dynamo.reset()
-        options = {"num_hidden_layers": 1, "num_kept_tokens": 3, "full_attention_heads": [[1]]}
-        model = make_model(
-            CASE["attention-kept"], **options, layer_types=["sliding_heads"]
-        ).double()
-        return model, torch.compile(
-            model, backend="eager", fullgraph=True
-        )  # raises at a graph break
+        options = {"cache_bits": bits, "num_hidden_layers": 1, "layer_types": ["sliding_heads"]}
+        model = make_model(CASE["attention-kept"], **options, **heads).double()
+        return model, torch.compile(model, backend="eager", fullgraph=True)
 
-    def test_of_training(self):
-        model, compiled = self.make()
+    def test_of_training(self, models):
+        model, compiled = models
         tokens = random_tokens(2, 14)
         parameters = list(model.train().parameters())
         outputs = [m(tokens, use_cache=False).logits for m in (compiled, model)]
@@ -77,16 +84,16 @@ class TestKeptTokensAreOneGraph:
         assert_close(*(torch.autograd.grad(x.logsumexp(-1).sum(), parameters) for x in outputs))
 
     @torch.no_grad()
-    def test_of_a_prefill_and_of_a_piece_after_it(self):
-        model, compiled = self.make()
+    def test_of_a_prefill_and_of_a_piece_after_it(self, models):
+        model, compiled = models
         tokens = random_tokens(2, 25)
         cache = StaticCache(config=model.config, max_cache_len=50)
         pieces = [compiled(x, past_key_values=cache).logits for x in tokens.split([14, 11], 1)]
         assert_close(torch.cat(pieces, 1), model(tokens).logits)
 
     @torch.no_grad()
-    def test_of_padded_rows_and_of_a_step_after_them(self):
-        model, compiled = self.make()
+    def test_of_padded_rows_and_of_a_step_after_them(self, models):
+        model, compiled = models
         tokens = random_tokens(2, 15)
         cache = StaticCache(config=model.config, max_cache_len=50)
         mask = torch.ones(2, 15, dtype=torch.long)

@@ -181,9 +181,9 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def own_bits(self, default: CacheBits) -> CacheBits:
         """The bits in which it stores its states; those by default if it has none yet, which it has from now on."""
-        if self.bits is None:
+        if self.bits is None and not torch.compiler.is_compiling():
             self.bits = default
-        return self.bits
+        return self.bits or default
 
     def read(
         self,

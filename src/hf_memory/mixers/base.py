@@ -242,7 +242,9 @@ class Projections(nn.Module, ABC):
         """The states as a cache of some bits stores them, by joined names."""
         spec = self._specs.get(bits)
         if spec is None:
-            spec = self._specs[bits] = self.declared(self.config, self.layer_idx, bits)
+            spec = self.declared(self.config, self.layer_idx, bits)
+            if not torch.compiler.is_compiling():  # a graph has no way to make the key anew
+                self._specs[bits] = spec
         return spec
 
     @property
