@@ -86,6 +86,17 @@ def test_attention_is_that_of_the_definition(sizes, dtype, D):
         assert not found[0][1, 0, :5].any()
 
 
+def test_keys_and_values_may_lie_in_memory_in_any_way():
+    q = randn(2, 3, 2, 8)
+    keys, values = IN_BYTES.stored(*randn(2, 2, 3, 5, 8, seed=1))
+    by_token = values.transpose(1, 2).contiguous().transpose(1, 2)
+    how = {"rows": IN_BYTES, "scale": 0.3}
+    expected, _ = attention_in_bits(q, keys, values, **how)
+    assert torch.equal(attention_in_bits(q, keys, by_token, **how)[0], expected)
+    apart = [keys[0], by_token.new_zeros(5, 3, 10).transpose(0, 1).copy_(keys[1])]
+    assert torch.equal(attention_in_bits(q, apart, [*values], **how)[0], expected)
+
+
 @both_dtypes
 def test_large_values_are_averaged_and_their_sum_may_be_none(dtype):
     values = torch.zeros(1, 1, 40, 64)

@@ -145,6 +145,7 @@ def attention(
     if of_channel != 1 or of_group != D:
         q = q.contiguous()
         of_row, of_head, *_ = q.stride()
+    keys, values = _laid_alike(keys, values)
     *_, of_head_of_keys, of_entry, _ = (keys if isinstance(keys, Tensor) else keys[0]).stride()
     seen = None
     of_seen_row = of_seen_head = 0
@@ -256,6 +257,17 @@ class TokenReader:
         of_row, of_head = x.stride()[:2]
         first = x.data_ptr() + self.among.start * of_head * x.itemsize
         return first, of_row, self.among.step * of_head
+
+
+def _laid_alike(keys: Any, values: Any) -> tuple[Any, Any]:
+    """Packed keys and values, copied unless all of them have the same strides, which code is given once."""
+    parts = [keys, values] if isinstance(keys, Tensor) else [*keys, *values]
+    strides = parts[0].stride()
+    if strides[-1] == 1 and all(x.stride() == strides for x in parts):
+        return keys, values
+    if isinstance(keys, Tensor):
+        return keys.contiguous(), values.contiguous()
+    return [x.contiguous() for x in keys], [x.contiguous() for x in values]
 
 
 @lru_cache(maxsize=1024)
