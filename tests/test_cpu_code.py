@@ -93,6 +93,10 @@ def test_keys_and_values_may_lie_in_memory_in_any_way():
     how = {"rows": IN_BYTES, "scale": 0.3}
     expected, _ = attention_in_bits(q, keys, values, **how)
     assert torch.equal(attention_in_bits(q, keys, by_token, **how)[0], expected)
+    some = torch.tensor([True, False, True, True, False]).expand(2, 3, 5)
+    expected_of_some, _ = attention_in_bits(q, keys, values, some, **how)
+    every_other = some.repeat_interleave(2, -1)[..., ::2]
+    assert torch.equal(attention_in_bits(q, keys, values, every_other, **how)[0], expected_of_some)
     apart = [keys[0], by_token.new_zeros(5, 3, 10).transpose(0, 1).copy_(keys[1])]
     assert torch.equal(attention_in_bits(q, apart, [*values], **how)[0], expected)
 

@@ -151,6 +151,7 @@ def attention(
     of_seen_row = of_seen_head = 0
     if visible is not None:
         visible = visible.expand(B, H, -1)
+        visible = visible if visible.stride(2) == 1 else visible.contiguous()
         seen = visible.data_ptr()
         of_seen_row, of_seen_head, _ = visible.stride()
     if sizes is None:
