@@ -264,11 +264,17 @@ void add_worth(const Entries &held, const Rule &rule, int D, int queries, const 
   std::vector<float> o(rule.is_change ? D * LANES : 0); // [D, LANES]
   float factor[LANES];
   float size[LANES] = {};
+  float highest[LANES] = {};
+  int nearest[LANES] = {}; // the entry of which a query sees most
   for (int i = 0; i < LANES; ++i) factor[i] = i < queries ? 1 / total[i] : 0;
   for (int j = 0; j < n; ++j) {
     float *of_entry = p + j * LANES;
     float sum = 0;
-    for (int i = 0; i < LANES; ++i) sum += of_entry[i] *= factor[i];
+    for (int i = 0; i < LANES; ++i) {
+      sum += of_entry[i] *= factor[i];
+      nearest[i] = of_entry[i] > highest[i] ? j : nearest[i];
+      highest[i] = of_entry[i] > highest[i] ? of_entry[i] : highest[i];
+    }
     if (!rule.is_change) {
       added[j] += sum;
       continue;
@@ -282,6 +288,22 @@ void add_worth(const Entries &held, const Rule &rule, int D, int queries, const 
     }
   }
   if (!rule.is_change) return;
+  // Where p is nearly one, o is nearly v, and the terms of the square would cancel.
+  for (int i = 0; i < queries; ++i) {
+    const int j = nearest[i];
+    const uint8_t *row = held.values + j * stride;
+    const int8_t *code = (const int8_t *)row + SCALE;
+    const float scale = scale_of(row);
+    float &x = p[j * LANES + i];
+    const float rest = 1 - x < LEAST_REST ? LEAST_REST : 1 - x;
+    float square = 0;
+    for (int d = 0; d < D; ++d) {
+      const float difference = o[d * LANES + i] - scale * code[d];
+      square += difference * difference;
+    }
+    added[j] += x / rest * (x / rest) * square;
+    x = 0;
+  }
   for (int d = 0; d < D; ++d)
     for (int i = 0; i < LANES; ++i) size[i] += o[d * LANES + i] * o[d * LANES + i];
   for (int j = 0; j < n; ++j) {
