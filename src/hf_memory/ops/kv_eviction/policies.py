@@ -60,13 +60,13 @@ def change_of_output(block: Block) -> Tensor:
     most, nearest = odds.max(-1, keepdim=True)
     value = values.gather(2, nearest.expand(-1, -1, -1, values.shape[3]))
     of_nearest = most * (outputs - value).square().sum(-1, keepdim=True)
-    odds = odds.scatter(-1, nearest, 0)
-    of_outputs = (odds * outputs.square().sum(-1, keepdim=True)).sum(2)
+    odds.scatter_(-1, nearest, 0)
+    of_each = odds * outputs.square().sum(-1, keepdim=True)
+    of_outputs = of_each.scatter_(-1, nearest, of_nearest).sum(2)
     of_both = (values * (outputs.mT @ odds).mT).sum(-1)
     of_values = odds.sum(2) * values.square().sum(-1)
-    moved = (of_outputs - 2 * of_both + of_values).clamp_(min=0)
-    moved = moved + odds.zero_().scatter_(-1, nearest, of_nearest).sum(2)
-    return DECAY * block.score + moved
+    moved = of_outputs - 2 * of_both + of_values
+    return DECAY * block.score + moved.clamp_(min=0)
 
 
 def random_choice(block: Block) -> Tensor:
