@@ -124,6 +124,22 @@ def test_the_change_of_an_output_is_that_to_the_attention_without_the_entry():
     assert_close(found, 0.8 * before + torch.stack(moved, -1))
 
 
+def test_what_a_query_sees_alone_is_worth_what_it_is_in_any_precision():
+    torch.manual_seed(0)
+    v = torch.randn(1, 1, 12, 64, dtype=torch.float64)
+    peaks = torch.tensor([3.0, 6.0, 9.0, 12.0, 20.0, 200.0], dtype=torch.float64)
+    for peak in peaks:
+        scores = torch.randn(1, 1, 2, 4, 12, dtype=torch.float64)
+        scores[..., 5] += peak
+        found = []
+        for dtype in (torch.float64, torch.float32):
+            p = scores.to(dtype).softmax(-1)
+            values = v.to(dtype)
+            o = p @ values[:, :, None]
+            found.append(change_of_output(Block(p, p, values, p, p.new_zeros(1, 1, 12), p, o)))
+        torch.testing.assert_close(found[1].double(), found[0], rtol=2e-3, atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_random_choice_depends_on_places_in_the_text_alone():
     memory = MEMORY._replace(policy="random")

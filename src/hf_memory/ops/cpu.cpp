@@ -310,10 +310,17 @@ void add_worth(const Rule &rule, int n, int c, int D, const int32_t *number, con
       total[i] += x;
     }
   float factor[LANES];
+  float highest[LANES] = {};
+  int nearest[LANES] = {}; // the entry of which a query sees most
   for (int i = 0; i < LANES; ++i) factor[i] = i < queries ? 1 / total[i] : 0;
   for (int j = 0; j < n; ++j) {
     float sum = 0;
-    for (int i = 0; i < LANES; ++i) sum += p[j * LANES + i] *= factor[i];
+    for (int i = 0; i < LANES; ++i) {
+      const float x = p[j * LANES + i] *= factor[i];
+      sum += x;
+      nearest[i] = x > highest[i] ? j : nearest[i];
+      highest[i] = x > highest[i] ? x : highest[i];
+    }
     if (!rule.is_change) added[j] += sum;
   }
   if (!rule.is_change) return;
@@ -321,6 +328,19 @@ void add_worth(const Rule &rule, int n, int c, int D, const int32_t *number, con
   std::vector<float> products(n * LANES);
   float size[LANES] = {};
   multiply(D, n, values, 1, D, p, o.data());
+  // Where p is nearly one, o is nearly v, and the terms of the square would cancel.
+  for (int i = 0; i < queries; ++i) {
+    const int j = nearest[i];
+    float &x = p[j * LANES + i];
+    const float rest = 1 - x < LEAST_REST ? LEAST_REST : 1 - x;
+    float square = 0;
+    for (int d = 0; d < D; ++d) {
+      const float difference = o[d * LANES + i] - values[j * D + d];
+      square += difference * difference;
+    }
+    added[j] += x / rest * (x / rest) * square;
+    x = 0;
+  }
   multiply(n, D, values, D, 1, o.data(), products.data());
   for (int d = 0; d < D; ++d)
     for (int i = 0; i < LANES; ++i) size[i] += o[d * LANES + i] * o[d * LANES + i];

@@ -198,11 +198,13 @@ def attention(
     if of_channel != 1 or of_group != D:
         q = q.contiguous()
         of_row, of_head, *_ = q.stride()
+    keys, values = _laid_alike(keys, values)
     *_, of_head_of_keys, of_entry, _ = (keys if isinstance(keys, Tensor) else keys[0]).stride()
     seen = None
     of_seen_row = of_seen_head = 0
     if visible is not None:
         visible = visible.expand(B, H, -1)
+        visible = visible if visible.stride(2) == 1 else visible.contiguous()
         seen = visible.data_ptr()
         of_seen_row, of_seen_head, _ = visible.stride()
     if sizes is None:
@@ -349,6 +351,17 @@ def _read_token(
     among = slice(start, start + len(sizes) * step, step)
     how = {"first": first, "window": window, "policy": policy, "scale": scale, "softcap": softcap}
     TokenReader(held, tuple(sizes), among=among, **how)(q, k, v, positions, o)  # type: ignore[arg-type]
+
+
+def _laid_alike(keys: Any, values: Any) -> tuple[Any, Any]:
+    """Packed keys and values, copied unless all of them have the same strides, which code is given once."""
+    parts = [keys, values] if isinstance(keys, Tensor) else [*keys, *values]
+    strides = parts[0].stride()
+    if strides[-1] == 1 and all(x.stride() == strides for x in parts):
+        return keys, values
+    if isinstance(keys, Tensor):
+        return keys.contiguous(), values.contiguous()
+    return [x.contiguous() for x in keys], [x.contiguous() for x in values]
 
 
 @lru_cache(maxsize=1024)

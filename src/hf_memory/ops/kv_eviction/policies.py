@@ -49,12 +49,20 @@ def change_of_output(block: Block) -> Tensor:
     Without entry j, o_i becomes o_i + w_ij (o_i - v_j), exactly, with w_ij = p_ij / (1 - p_ij). The squares add up to
 
         sum_i w_ij^2 |o_i|^2 - 2 v_j (sum_i w_ij^2 o_i) + |v_j|^2 sum_i w_ij^2
+
+    Where p_ij is nearly one, o_i is nearly v_j: w_ij is large, and these terms cancel, so that rounding would decide.
+    So the square of the difference itself is taken for the entry of which a query sees most.
     """
     p = block.weights.flatten(2, 3)
     odds = (p / (1 - p).clamp(min=LEAST_REST)).square()
     outputs = block.outputs.flatten(2, 3).to(p.dtype)
     values = block.values.to(p.dtype)
-    of_outputs = (odds * outputs.square().sum(-1, keepdim=True)).sum(2)
+    most, nearest = odds.max(-1, keepdim=True)
+    value = values.gather(2, nearest.expand(-1, -1, -1, values.shape[3]))
+    of_nearest = most * (outputs - value).square().sum(-1, keepdim=True)
+    odds.scatter_(-1, nearest, 0)
+    of_each = odds * outputs.square().sum(-1, keepdim=True)
+    of_outputs = of_each.scatter_(-1, nearest, of_nearest).sum(2)
     of_both = (values * (outputs.mT @ odds).mT).sum(-1)
     of_values = odds.sum(2) * values.square().sum(-1)
     moved = of_outputs - 2 * of_both + of_values
