@@ -47,8 +47,8 @@ class RMSNorm(LlamaRMSNorm):
         eps = self.variance_epsilon
         if hidden_states.dtype != weight.dtype:  # under autocast
             return weight * F.rms_norm(hidden_states, weight.shape, eps=eps)
-        is_one_token = hidden_states.shape[1] == 1 and type(weight) is nn.Parameter
-        if is_one_token and weight.is_cpu and cpu.runs(hidden_states):
+        is_plain = cpu.runs(hidden_states) and type(weight) is nn.Parameter and weight.is_cpu
+        if is_plain and hidden_states.shape[1] == 1:  # one token of each row
             return cpu.rms_norm(hidden_states, weight, eps)
         return torch.rms_norm(hidden_states, weight.shape, weight, eps)
 

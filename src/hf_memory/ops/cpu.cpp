@@ -1,8 +1,8 @@
-// Rows in 8 bits on a CPU: packing them, and attention of one token to them. See bits.py and attention_in_bits. And norms
-// and rotations of one token, which are several operations of PyTorch.
+// Rows in 8 bits on a CPU: packing them, and attention of one token to them. See bits.py and attention_in_bits. And the
+// norms and rotations of one token, which are several operations of PyTorch.
 //
-// A packed row is its scale in bfloat16 and then a code of 8 bits for each channel. Codes become numbers in registers, so
-// that nothing is written but the scores of a head.
+// A packed row is its scale in bfloat16 and then a code of 8 bits for each channel. Codes become numbers in registers,
+// so that little is written but the scores of a head.
 
 #include <algorithm>
 #include <cmath>
@@ -114,8 +114,8 @@ template <class T> void rms_norm(int64_t rows, int64_t D, const T *x, const T *w
   }
 }
 
-// Heads x [B, H, D] of one token of each row. The first C channels rotate in pairs of one in their first half and one in
-// the second, by angles whose cosines and sines [C] are `of_row` numbers after those of the row before.
+// Heads x [B, H, D] of one token of each row. The first C channels rotate, in pairs of one in their first half and one
+// in the second, by angles whose cosines and sines [C] are `of_row` numbers after those of the row before.
 template <class T>
 void turn(int64_t B, int64_t H, int D, int C, const T *x, const T *cosine, const T *sine, int64_t of_row, T *y) {
   const int half = C / 2;
@@ -283,7 +283,7 @@ void multiply(int rows, int columns, const float *a, int row, int column, const 
   for (; i < rows; ++i) multiply_some<1>(columns, a + i * row, row, column, x, y + i * LANES);
 }
 
-// Adds what attention p [n, LANES] of some queries, columns of q [D, LANES], says of entries with keys and values [n, D].
+// Adds what attention p [n, LANES] of some queries, columns of q [D, LANES], says of entries, keys and values [n, D].
 //
 // received_attention: sum_i p_ij.   change_of_output: sum_i w_ij^2 |o_i - v_j|^2,   w_ij = p_ij / (1 - p_ij)
 void add_worth(const Rule &rule, int n, int c, int D, const int32_t *number, const float *keys, const float *values,
@@ -446,8 +446,9 @@ void read_token(int64_t B, int64_t H, int G, int D, int c, const Rule &rule, con
       held.number[at] = positions[b] + 1;
       for (int g = 0; g < G; ++g) memcpy(asked + (g * c + place) * D, of_head + g * D, D * sizeof(T));
       const int empty = leading_empty(held);
+      const int64_t count = at + 1 - empty;
       const int before = empty * stride;
-      const Head head = {held.keys + before, held.values + before, nullptr, held.number + empty, at + 1 - empty, stride};
+      const Head head = {held.keys + before, held.values + before, nullptr, held.number + empty, count, stride};
       attend_head(head, G, D, of_head, rule.scale, rule.softcap, p.data(), o, mass.data());
       if (place == c - 1) end_block(held, rule, G, D, asked);
       held.keys += sizes[h] * stride;

@@ -104,46 +104,34 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def runs(x: Tensor) -> bool:
-    """Whether compiled code takes numbers x: on a CPU in float32 or bfloat16, without gradients or graphs.
+def runs(x: Tensor, in_graphs: bool = False) -> bool:
+    """Whether compiled code takes numbers x: on a CPU in float32 or bfloat16, without gradients.
 
-    Neither what torch.func transforms nor a mode that sees each operation, such as make_fx, would notice it.
+    And without a graph, unless it is one of `torch.compile` and there is an operation for graphs. Neither what
+    torch.func transforms nor a mode that sees each operation, such as make_fx, would notice compiled code.
     """
+    is_plain = x.device.type == "cpu" and x.dtype in DTYPES and type(x) is Tensor
+    if not is_plain or torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return in_graphs and not torch.compiler.is_exporting() and _is_there()
     return (
-        x.device.type == "cpu"
-        and x.dtype in DTYPES
-        and type(x) is Tensor
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
+        torch._C._get_tracing_state() is None
         and torch._C._functorch.maybe_current_level() is None
         and not torch._C._len_torch_dispatch_stack()
         and library() is not None
     )
 
 
-def takes_rows(x: Tensor) -> bool:
+def takes_rows(x: Tensor, in_graphs: bool = False) -> bool:
     """Whether compiled code packs and reads rows x [..., D]."""
-    return x.shape[-1] % 2 == 0 and x.shape[-1] <= WIDEST and runs(x)
+    D = x.shape[-1]
+    return D % 2 == 0 and D <= WIDEST and runs(x, in_graphs)
 
 
 @torch.compiler.assume_constant_result
 def _is_there() -> bool:
     return library() is not None
-
-
-def _runs_in_graph(x: Tensor) -> bool:
-    """Whether a graph of `torch.compile` can call compiled code for rows x [..., D]; others call PyTorch's operations."""
-    return (
-        torch.compiler.is_compiling()
-        and not torch.compiler.is_exporting()
-        and x.device.type == "cpu"
-        and x.dtype in DTYPES
-        and x.shape[-1] % 2 == 0
-        and x.shape[-1] <= WIDEST
-        and not torch.is_grad_enabled()
-        and _is_there()
-    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -230,7 +218,7 @@ def attention(
 
 def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
     """Whether a `TokenReader` takes these states, and queries q [..., D]."""
-    if policy not in POLICIES or not (takes_rows(q) or _runs_in_graph(q)):
+    if policy not in POLICIES or not takes_rows(q, in_graphs=True):
         return False
     for state in held:
         for x in [state] if isinstance(state, Tensor) else state:
@@ -278,13 +266,14 @@ class TokenReader:
     ):
         queries = held[-1] if isinstance(held[-1], Tensor) else held[-1][0]
         H = len(sizes)
-        c, self.channels = queries.shape[-2:]
+        c, D = queries.shape[-2:]
+        self.channels = D
         self.first_head = among.start
         self.step = among.step
         self.run = getattr(library(), f"read_token_{DTYPES[queries.dtype]}")
         held_rows = _addresses(held)
         self.given = (
-            *(len(held_rows) // len(held), H, queries.shape[1] // H, self.channels),
+            *(len(held_rows) // len(held), H, queries.shape[1] // H, D),
             *(c, first, window, policy == "change_of_output", scale, softcap or 0.0),
             *(_longs(sizes), held_rows),
         )
@@ -317,18 +306,21 @@ class TokenReaderInGraph:
     """The same in a graph of `torch.compile`, in which it is one operation."""
 
     def __init__(
-        self, held: Sequence[Any], sizes: tuple[int, ...], *, softcap: float | None, **options: Any
+        self,
+        held: Sequence[Any],
+        sizes: tuple[int, ...],
+        *,
+        softcap: float | None,
+        among: slice,
+        **options: Any,
     ):
         self.held = [*held]
-        self.options = {"sizes": [*sizes], "softcap": softcap or 0.0, **options}
+        self.options = [*sizes], softcap or 0.0, among.start, among.step
+        self.more = options
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Any, o: Tensor) -> None:
         """See `TokenReader`; positions are a tensor."""
-        options = dict(self.options)
-        among = options.pop("among")
-        _read_token(
-            q, k, v, positions, self.held, o, start=among.start, step=among.step, **options
-        )
+        _read_token(q, k, v, positions, self.held, o, *self.options, **self.more)
 
 
 @torch.library.custom_op("hf_memory::read_token", mutates_args=("held", "o"))
@@ -340,17 +332,26 @@ def _read_token(
     held: list[Tensor],
     o: Tensor,
     sizes: list[int],
+    softcap: float,
+    start: int,
+    step: int,
     first: int,
     window: int,
     policy: str,
     scale: float,
-    softcap: float,
-    start: int,
-    step: int,
 ) -> None:
     among = slice(start, start + len(sizes) * step, step)
-    how = {"first": first, "window": window, "policy": policy, "scale": scale, "softcap": softcap}
-    TokenReader(held, tuple(sizes), among=among, **how)(q, k, v, positions, o)  # type: ignore[arg-type]
+    reader = TokenReader(
+        held,
+        tuple(sizes),
+        first=first,
+        window=window,
+        policy=policy,
+        scale=scale,
+        softcap=softcap,
+        among=among,
+    )
+    reader(q, k, v, positions, o)
 
 
 def _laid_alike(keys: Any, values: Any) -> tuple[Any, Any]:

@@ -140,7 +140,7 @@ class Kept(NamedTuple):
         is_product = scores.is_product and context.backend == "auto"
         if not is_product or not cpu.reads_token(held, q, self.policy):
             return None
-        is_graph = torch.compiler.is_compiling()
+        is_graph = context.uniform_length is None and torch.compiler.is_compiling()
         reader: Any = cpu.TokenReaderInGraph if is_graph else cpu.TokenReader
         return reader(
             held,
