@@ -165,9 +165,9 @@ def _check_model(model: Any) -> None:
     check(len(devices) == 1, "model", "on one device", sorted(devices))
     with init_empty_weights():
         built = own_class(copy.deepcopy(config))
-    kinds = {name: type(x) for name, x in built.named_modules()}
+    classes = {name: type(x) for name, x in built.named_modules()}
     parts = model.named_modules()
-    if changed := [name for name, x in parts if _is_changed(x) or type(x) is not kinds.get(name)]:
+    if changed := [name for name, x in parts if _is_changed(x) or type(x) is not classes.get(name)]:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise ValueError(
             "model must have no hooks and no replaced parts or forward, which its student would not have: remove them, "
