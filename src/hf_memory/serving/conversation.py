@@ -86,7 +86,7 @@ class Conversation:
         """Read a message, and yield the tokens of the answer as they are generated; closing the iterator stops it.
 
         Raises:
-            ValueError: if the message is not a text or has no token, or an option is wrong, or the template would show an
+            ValueError: if the message is no text or has no token, or an option is wrong, or the template would show an
                 earlier answer otherwise than it was read. It is then no part of the conversation.
         """
         check(isinstance(line, str), "line", "the text of one message", line)
