@@ -512,7 +512,7 @@ def test_a_policy_that_is_not_registered_is_refused(tmp_path):
         (lambda worth: worth.detach().numpy(), "got ndarray"),
         (lambda worth: 1.0, "got float"),
         (lambda worth: worth.mean(), r"got shape \(\)"),
-        (lambda worth: worth[:, 0], r"got shape \(2, 7\)"),
+        (lambda worth: worth[:, 0], r"got shape \(2, 12\)"),
     ],
     ids=["none", "array", "number", "scalar", "heads"],
 )
