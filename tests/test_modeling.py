@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -300,6 +301,18 @@ def test_one_row_of_a_mask_or_of_positions_is_for_all_texts():
     expected = of_read(model, {}).logits
     assert_close(of_read(model, {"attention_mask": ONES[:1]}).logits, expected)
     assert_close(of_read(model, {"position_ids": torch.arange(5)[None]}).logits, expected)
+
+
+@pytest.mark.parametrize(("tokens", "is_long"), [((8, 8), False), ((17,), True), ((9, 8), True)])
+def test_a_text_beyond_the_positions_is_read_with_a_warning(tokens, is_long):
+    model = make_model(CASE["attention-kept"], max_position_embeddings=16)
+    cache = model.model.new_cache()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for piece in random_tokens(1, sum(tokens)).split(tokens, 1):
+            model(piece, past_key_values=cache)
+    said = [x for x in seen if "max_position_embeddings=16" in str(x.message)]
+    assert len(said) == is_long
 
 
 @every_family

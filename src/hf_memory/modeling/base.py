@@ -55,6 +55,7 @@ from hf_memory.modeling.packing import (
     flash_arguments,
     packed_boundaries,
     packed_positions,
+    warn_beyond_positions,
 )
 from hf_memory.modeling.room import check_room
 from hf_memory.ops.layout import blank
@@ -254,6 +255,7 @@ class MemoryModel(MemoryPreTrainedModel):
             local.rope_parameters = config.local_rope_parameters
             self.local_rotary_emb = RotaryEmbedding(local)
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
+        self.rotates = any(map(config.rotating_channels, range(config.num_hidden_layers)))
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -328,8 +330,11 @@ class MemoryModel(MemoryPreTrainedModel):
             places = packed_positions(cu_seqlens, inputs_embeds)
             position_ids = places if position_ids is None else position_ids
             kwargs |= flash_arguments(cu_seqlens)
-        elif use_cache and cache is None:
-            cache = self.new_cache()
+        else:
+            if self.rotates:
+                warn_beyond_positions(self.config, inputs_embeds, cache)
+            if use_cache and cache is None:
+                cache = self.new_cache()
         if position_ids is None:
             position_ids = default_positions(inputs_embeds, attention_mask, cache)
         if isinstance(attention_mask, Tensor):

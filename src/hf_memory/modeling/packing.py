@@ -1,5 +1,6 @@
 """What a batch may be; boundaries of packed sequences in it, and positions of tokens."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -164,6 +165,25 @@ def check_positions(inputs_embeds: Tensor, position_ids: Tensor | None) -> None:
     if tuple(position_ids.shape) not in ((1, T), (B, T)):
         raise ValueError(
             f"position_ids must be [1 or B, T], [{B}, {T}], got shape {tuple(position_ids.shape)}"
+        )
+
+
+def warn_beyond_positions(config: Any, inputs_embeds: Tensor, cache: Cache | None) -> None:
+    """Warn, once, where a text is read that is longer than the positions with which a model was trained.
+
+    A token that is decoded alone is not looked at: `generate` of transformers says it, and a static cache has its
+    length on the GPU.
+    """
+    T = inputs_embeds.shape[1]
+    if T == 1 or is_tracing(inputs_embeds):
+        return
+    past = 0 if cache is None else int(cache.get_seq_length())
+    most = config.max_position_embeddings
+    if past + T > most:
+        warnings.warn(
+            f"the text has more tokens than the model's max_position_embeddings={most}, for which it was trained: it "
+            "is read, but how good predictions are beyond them is unknown",
+            stacklevel=2,
         )
 
 

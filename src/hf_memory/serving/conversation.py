@@ -19,6 +19,7 @@ from hf_memory.serving.memory_file import check_layers
 ANSWER = "An answer of the model 8c1f6d0e"  # placeholder for earlier answers when the template is applied
 EXCHANGE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
 NEXT = {"role": "user", "content": "Next"}
+QUIET: dict = {"verbose": False}  # a tokenizer's warning of indexing errors is wrong here
 LONGEST = 200  # tokens of an answer, where nothing says how many
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -210,7 +211,7 @@ class Conversation:
         user = {"role": "user", "content": line}
         begins = self.cache is None and not self.unread
         if self.tokenizer.chat_template is None:
-            return self.tokenizer(line, add_special_tokens=begins)["input_ids"]
+            return self.tokenizer(line, add_special_tokens=begins, **QUIET)["input_ids"]
         if begins:
             system = [] if self.system is None else [{"role": "system", "content": self.system}]
             return self._tokens(self._text([*system, user], add_generation_prompt=True), 0)
@@ -266,8 +267,9 @@ class Conversation:
     def _tokens(self, text: str, start: int) -> list[int]:
         """The tokens of a text after a character, tokenised together with the text before it."""
         if not self.tokenizer.is_fast:  # it has no offsets of tokens
-            return self.tokenizer(text[start:], add_special_tokens=False)["input_ids"]
-        read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return self.tokenizer(text[start:], add_special_tokens=False, **QUIET)["input_ids"]
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, **QUIET}
+        read = self.tokenizer(text, **options)
         return [
             token
             for token, (begin, _) in zip(read["input_ids"], read["offset_mapping"])
