@@ -315,6 +315,11 @@ def test_a_text_beyond_the_positions_is_read_with_a_warning(tokens, is_long):
     assert len(said) == is_long
 
 
+def test_a_memory_without_positions_has_no_longest_text():
+    model = make_model(CASE["gla"], max_position_embeddings=16)
+    model(random_tokens(1, 17))
+
+
 @every_family
 def test_a_config_of_another_class_is_refused(case):
     with pytest.raises(ValueError, match=r"config must be a .*Config for .*, got a LlamaConfig"):

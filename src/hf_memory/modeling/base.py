@@ -255,7 +255,10 @@ class MemoryModel(MemoryPreTrainedModel):
             local.rope_parameters = config.local_rope_parameters
             self.local_rotary_emb = RotaryEmbedding(local)
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
-        self.rotates = any(map(config.rotating_channels, range(config.num_hidden_layers)))
+        self.rotates = any(
+            getattr(layer.mixer, "sees_positions", True) and config.rotating_channels(i)
+            for i, layer in enumerate(self.layers)
+        )
         self.gradient_checkpointing = False
         self.post_init()
 
