@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads tha
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_memory.evaluation import coloured_text, held_tokens, text_of_tokens
 
@@ -59,8 +59,9 @@ def page(folder: str, text: str, policies: tuple[str, ...]) -> str:
     for policy in policies:
         model = AutoModelForCausalLM.from_pretrained(folder, eviction=policy).eval()
         config = model.config
+        cache = DynamicCache(config=config)
         with torch.no_grad():
-            cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
+            model(tokens, past_key_values=cache, logits_to_keep=1)
         of_heads = held_tokens(model, cache)
         window = config.sliding_window + config.kept_block_size
         sections.append(section(policy, words, of_heads, window))

@@ -22,7 +22,8 @@ PIECE = 2048  # tokens that are read at once
 
 def read(document: str, memory: str) -> None:
     """Read in pieces: a document of any length needs no more RAM than a piece and the memory."""
-    tokens = tokenizer(Path(document).read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    text = Path(document).read_text(encoding="utf-8")
+    tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         for piece in tokens.split(PIECE, dim=1):

@@ -256,6 +256,35 @@ def test_an_answer_heeds_the_models_generation_config():
     assert answer != plain
 
 
+@pytest.mark.parametrize(
+    ("given", "of_options", "of_model", "expected"),
+    [(None, 2, 3, 2), (None, None, 3, 3), (2, None, 3, 2), (None, None, None, 200)],
+)
+def test_an_answer_is_as_long_as_is_asked_for(given, of_options, of_model, expected):
+    model = make_model(CASE["linear-elu"])
+    model.generation_config.update(eos_token_id=None, max_new_tokens=of_model)
+    options = {"max_new_tokens": of_options}
+    talk = Conversation(model, make_tokenizer(None), max_new_tokens=given, options=options)
+    assert len(list(talk.answer("w7"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (0, {}, "^max_new_tokens must be a number of tokens above 0, got 0"),
+        (-1, {}, "^max_new_tokens must be a number of tokens above 0, got -1"),
+        ("3", {}, "^max_new_tokens must be a number of tokens above 0, got '3'"),
+        (None, {"max_new_tokens": 2.5}, "^max_new_tokens of options must be a number"),
+        (3, {"max_new_tokens": 2}, "^max_new_tokens must be given alone or in options, got both"),
+        (None, {"max_length": 9}, "^options must be without max_length"),
+    ],
+)
+def test_a_number_of_tokens_that_is_none_is_refused_by_its_name(given, options, message):
+    model = make_model(CASE["linear-elu"])
+    with pytest.raises(ValueError, match=message):
+        Conversation(model, make_tokenizer(None), max_new_tokens=given, options=options)
+
+
 def test_an_answer_depends_on_its_seed_alone():
     model = make_model(CASE["linear-elu"])
     tokenizer = make_tokenizer(None)
@@ -295,6 +324,16 @@ def test_a_memory_made_with_gradients_is_read_without_them():
         for x in getattr(layer, "states", {}).values()
     )
     assert cache.layers[0].states["memory"].requires_grad
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize(
+    "line", [torch.tensor([[3]]), b"hi", ["w7"], [{"role": "user", "content": "w7"}], None]
+)
+def test_a_message_that_is_no_text_is_refused(template, line):
+    talk = Conversation(make_model(CASE["linear-elu"]), make_tokenizer(template))
+    with pytest.raises(ValueError, match="line must be the text of one message, got"):
+        next(talk.answer(line))
 
 
 def test_a_message_without_tokens_is_refused():

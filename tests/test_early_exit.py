@@ -21,8 +21,8 @@ MODELS = {"llama": llama, "gpt2": gpt2} | {
     for name in ("gated-deltanet-sliding", "rwkv7", "titans-mac", "deltaformer-window", "mamba")
 }
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-NEVER = 2.0
-ALWAYS = -1.0
+NEVER = 1.0
+ALWAYS = 0.0
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_a_batch_leaves_when_its_least_sure_row_is_sure():
     sure = confidences(model, model(rows, output_hidden_states=True).hidden_states, "softmax")[
         :, -1
     ]
-    for threshold, depth in ((float(sure.min()) - 0.01, 1), (float(sure.mean()), 2)):
+    for threshold, depth in ((max(0.0, float(sure.min()) - 0.01), 1), (float(sure.mean()), 2)):
         with EarlyExit(model, threshold=threshold, layers=[1]) as early:
             model(token, **{CACHE: cache_of(model(prompt))})
         assert early.mean_depth() == depth
@@ -182,6 +182,11 @@ def test_what_makes_no_sense_is_refused():
             {"confidence": "entropy"},
             "confidence must be softmax, cosine or a classifier, got 'entropy'",
         ),
+        *(
+            ({"threshold": x}, f"threshold must be a number from 0 to 1, got {x!r}")
+            for x in (5, -1, "x", float("nan"))
+        ),
+        ({"decay": -1.0}, "decay must be a number from 0 on, or None, got -1.0"),
         ({"states": "none"}, "states must be one of copied, exact, got 'none'"),
     ):
         with pytest.raises(ValueError, match=words):

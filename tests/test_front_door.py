@@ -99,6 +99,15 @@ def test_importing_the_library_changes_no_environment(tmp_path):
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.parametrize("name", ["conversion.distill", "decoding.EarlyExit"])
+def test_subpackages_are_there_when_asked_for_and_not_before(name):
+    code = f"""import sys, hf_memory
+assert "hf_memory.{name.partition(".")[0]}" not in sys.modules
+print(hf_memory.{name}.__name__)"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == name.rpartition(".")[2]
+
+
 def test_the_version_is_that_of_the_package():
     done = subprocess.run(
         [sys.executable, "-m", "hf_memory_cli", "--version"], capture_output=True, text=True

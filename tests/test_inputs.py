@@ -676,12 +676,76 @@ def test_a_layer_type_of_another_library_is_named_as_it_was_given():
         make_config(PLAIN, layer_types=["mamba"] * 2)
 
 
-@pytest.mark.parametrize("tokens", [PLACES.numpy(), PLACES.tolist()], ids=["array", "list"])
-@pytest.mark.parametrize("measure", [evaluation.perplexity, evaluation.copy_gain])
-def test_a_text_that_is_no_tensor_is_refused(measure, tokens):
-    expected = r"tokens must be a Text or a tensor \[T\] of whole numbers, got (ndarray|list)"
+OF_TOKENS = {  # functions that take tokens
+    "perplexity": evaluation.perplexity,
+    "perplexity_by_position": evaluation.perplexity_by_position,
+    "copy_gain": evaluation.copy_gain,
+    "recall_by_distance": lambda model, x: evaluation.recall_by_distance(model, x, [64]),
+    "agreement": lambda model, x: evaluation.agreement(model, model, x),
+    "agreement_by_position": lambda model, x: evaluation.agreement_by_position(model, model, x),
+}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "given"),
+    [
+        (PLACES.numpy(), "ndarray"),
+        (PLACES.tolist(), "list"),
+        (PLACES[None], rf"\(1, {len(PLACES)}\) of torch.int64"),
+    ],
+    ids=["array", "list", "rows"],
+)
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_a_text_that_is_no_tensor_of_one_dimension_is_refused(name, tokens, given):
+    expected = rf"tokens must be a Text or a tensor \[T\] of whole numbers, got {given}"
     with pytest.raises(ValueError, match=expected):
-        measure(make_model(PLAIN), tokens)
+        OF_TOKENS[name](make_model(PLAIN), tokens)
+
+
+SWAPPED = {  # calls with arguments of another kind, and what is said of them
+    "save_memory": (
+        lambda model: hf_memory.save_memory("nowhere", DynamicCache(), model),
+        "path must be a path, got a DynamicCache",
+    ),
+    "export_model": (
+        lambda model: hf_memory.export_model("nowhere", model),
+        "folder must be a path, got a LinearTransformerForCausalLM",
+    ),
+    "build_datastore": (
+        lambda model: decoding.build_datastore(model, PLACES, model),
+        "folder must be a path, got a LinearTransformerForCausalLM",
+    ),
+    "Datastore": (
+        lambda model: decoding.Datastore("nods"),
+        "datastore must be a folder that build_datastore .*, got nods, which has no datastore.json",
+    ),
+    "NearestNeighbours": (
+        lambda model: decoding.NearestNeighbours(model, "dsx"),
+        r"datastore must be a Datastore, such as Datastore\(folder\), got 'dsx'",
+    ),
+    "Spalm": (
+        lambda model: decoding.Spalm(model, "dsx", None),
+        r"datastore must be a Datastore, such as Datastore\(folder\), got 'dsx'",
+    ),
+    **{
+        name: (
+            lambda model, name=name: getattr(evaluation, name)(model, 20),
+            "config must be a config, as model.config, got a LinearTransformerForCausalLM",
+        )
+        for name in ("cache_bytes", "kv_cache_bytes")
+    },
+    "cache_share": (
+        lambda model: evaluation.cache_share(model.config, model, 20),
+        "teacher must be a config, as model.config, got a LinearTransformerForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_an_argument_of_another_kind_is_named(name):
+    call, expected = SWAPPED[name]
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        call(make_model(PLAIN))
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

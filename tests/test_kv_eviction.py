@@ -521,6 +521,28 @@ def test_a_policy_that_is_not_registered_is_refused(tmp_path):
         MemoryTransformerConfig.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("returns", "given"),
+    [
+        (lambda worth: None, "got NoneType"),
+        (lambda worth: worth.detach().numpy(), "got ndarray"),
+        (lambda worth: 1.0, "got float"),
+        (lambda worth: worth.mean(), r"got shape \(\)"),
+        (lambda worth: worth[:, 0], r"got shape \(2, 12\)"),
+    ],
+    ids=["none", "array", "number", "scalar", "heads"],
+)
+def test_a_policy_that_returns_no_number_for_each_entry_is_refused(returns, given, monkeypatch):
+    def broken(block):
+        return returns(largest_values(block))
+
+    monkeypatch.setitem(POLICIES, "largest_values", broken)
+    model = _model(OPTIONS | {"eviction": "largest_values"})
+    expected = rf"policy .*broken must return a tensor \[B, H, n\], .*{given}"
+    with pytest.raises(ValueError, match=expected):
+        model(torch.randint(3, 64, (2, 31)))
+
+
 def test_a_name_has_one_policy():
     register_eviction("largest_values", largest_values)  # as when its file is imported again
     with pytest.raises(

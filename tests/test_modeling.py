@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DynamicCache,
+    LlamaConfig,
 )
 
 import hf_memory
@@ -256,6 +258,72 @@ def test_nothing_to_read_is_refused(shape):
         ValueError, match="input_ids must have at least one row and one token, got shape"
     ):
         make_model(CASES[0])(random_tokens(*shape))
+
+
+def of_read(model, given):
+    """A forward pass on two texts of five tokens with other arguments."""
+    return model(**{"input_ids": random_tokens(2, 5), **given})
+
+
+def of_generate(model, given):
+    """The same in `generate`."""
+    tokens = given.pop("input_ids", random_tokens(2, 5))
+    return model.generate(tokens, max_new_tokens=2, **given)
+
+
+ONES = torch.ones(3, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "calls"),
+    [
+        ({"attention_mask": ONES}, r"^attention_mask must .* got shape \(3, 5\)", "both"),
+        ({"attention_mask": ONES.numpy()}, "^attention_mask must .* got ndarray", "both"),
+        ({"attention_mask": ONES.tolist()}, "^attention_mask must .* got list", "both"),
+        ({"input_ids": ONES[:, :0]}, r"^inputs?(_ids)? must have .* got shape \(3, 0\)", "both"),
+        ({"input_ids": ONES[0]}, r"^input_ids must be .* got shape \(5,\)", "read"),
+        ({"input_ids": ONES.tolist()}, "^input_ids must be .* got list", "read"),
+        ({"position_ids": ONES}, r"^position_ids must be .* got shape \(3, 5\)", "read"),
+        ({"chunk_length": 0}, "^chunk_length must be a number .* got 0", "read"),
+        ({"chunk_length": -1}, "^chunk_length must be a number .* got -1", "read"),
+        ({"chunk_length": "4"}, "^chunk_length must be a number .* got '4'", "read"),
+    ],
+)
+def test_what_no_text_can_have_is_refused_by_its_name(given, message, calls):
+    model = make_model(CASES[0])
+    for call in (of_read, of_generate) if calls == "both" else (of_read,):
+        with pytest.raises(ValueError, match=message):
+            call(model, dict(given))
+
+
+def test_one_row_of_a_mask_or_of_positions_is_for_all_texts():
+    model = make_model(CASES[0]).double()
+    expected = of_read(model, {}).logits
+    assert_close(of_read(model, {"attention_mask": ONES[:1]}).logits, expected)
+    assert_close(of_read(model, {"position_ids": torch.arange(5)[None]}).logits, expected)
+
+
+@pytest.mark.parametrize(("tokens", "is_long"), [((8, 8), False), ((17,), True), ((9, 8), True)])
+def test_a_text_beyond_the_positions_is_read_with_a_warning(tokens, is_long):
+    model = make_model(CASE["attention-kept"], max_position_embeddings=16)
+    cache = model.model.new_cache()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for piece in random_tokens(1, sum(tokens)).split(tokens, 1):
+            model(piece, past_key_values=cache)
+    said = [x for x in seen if "max_position_embeddings=16" in str(x.message)]
+    assert len(said) == is_long
+
+
+def test_a_memory_without_positions_has_no_longest_text():
+    model = make_model(CASE["gla"], max_position_embeddings=16)
+    model(random_tokens(1, 17))
+
+
+@every_family
+def test_a_config_of_another_class_is_refused(case):
+    with pytest.raises(ValueError, match=r"config must be a .*Config for .*, got a LlamaConfig"):
+        type(make_model(case))(LlamaConfig())
 
 
 @every_family

@@ -3,6 +3,7 @@
 Importing this package registers every family with transformers' Auto classes.
 """
 
+from importlib import import_module
 from typing import Any
 
 from hf_memory.export import export_model
@@ -125,7 +126,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs the conversion when it is asked for: its import takes a second."""
+    """Import what needs the conversion or decoding when it is asked for: that import takes a second."""
+    if name in ("conversion", "decoding"):
+        return import_module(f"{__name__}.{name}")
     if name != "shrink_cache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hf_memory.conversion.shrinking import shrink_cache

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.decoding.parts import decoder_layers, feed_forward
 from hf_memory.files.fingerprints import model_fingerprint
-from hf_memory.files.folders import check_regular, folder_lock, replaced
+from hf_memory.files.folders import as_path, check_regular, folder_lock, replaced
 from hf_memory.files.text import Text
 from hf_memory.modeling.any_model import check_model, in_eval_mode
 from hf_memory.modeling.checks import check
@@ -80,9 +80,14 @@ class Datastore:
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = as_path("folder", folder)
         file = self.folder / HEADER
         check_regular("datastore", file)
+        if not file.exists():
+            raise ValueError(
+                "datastore must be a folder that build_datastore or hf-memory datastore has written, got "
+                f"{folder}, which has no {HEADER}"
+            )
         try:
             header = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -213,6 +218,12 @@ class Datastore:
         self.index = self._read_index()
 
 
+def check_datastore(datastore: Any) -> None:
+    """Raise ValueError unless an argument is a datastore, and not the name of its folder."""
+    is_one = isinstance(datastore, Datastore)
+    check(is_one, "datastore", "a Datastore, such as Datastore(folder)", datastore)
+
+
 @torch.no_grad()
 def build_datastore(
     model: PreTrainedModel,
@@ -245,7 +256,7 @@ def build_datastore(
         ValueError: if there are too few tokens, the folder is in use, or the model has no such module.
     """
     check_model("model", model)
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     text = Text.of(tokens)
     if text.tokens.ndim != 1 or len(text) < 2:
         raise ValueError(

@@ -40,7 +40,7 @@ class EarlyExit(Attached):
         model: any causal language model of transformers that calls its layers one after the other.
         confidence: "softmax": probability of the most likely token minus that of the second, by the model's own head;
             "cosine": similarity of the hidden states before and after a layer; or a classifier of `fit_classifier`.
-        threshold: threshold of the confidence.
+        threshold: threshold of the confidence, from 0 to 1.
         decay: after t decoded tokens the threshold is min(1, 0.9 threshold + 0.1 exp(-decay t)), since errors in early
             tokens do most harm; the paper has decay = 4 / longest output. Default: a constant threshold.
         layers: numbers of layers after which a token may leave; default: a quarter, a half and three quarters of all.
@@ -82,6 +82,10 @@ class EarlyExit(Attached):
                 f"{', '.join(CONFIDENCES)} or a classifier",
                 confidence,
             )
+        is_share = type(threshold) in (int, float) and 0 <= threshold <= 1
+        check(is_share, "threshold", "a number from 0 to 1", threshold)
+        is_rate = decay is None or (type(decay) in (int, float) and 0 <= decay < math.inf)
+        check(is_rate, "decay", "a number from 0 on, or None", decay)
         check(states in STATES, "states", f"one of {', '.join(STATES)}", states)
         self.model = model
         self.norm = last_norm(model)

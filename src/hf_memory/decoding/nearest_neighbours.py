@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of, windows
+from hf_memory.decoding.datastore import Datastore, Neighbours, check_datastore, inputs_of, windows
 from hf_memory.decoding.parts import Attached
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.text import Text
@@ -49,6 +49,7 @@ class Beside(Attached):
     def __init__(self, model: PreTrainedModel, datastore: Datastore, k: int):
         super().__init__()
         check_model("model", model)
+        check_datastore(datastore)
         check(k >= 1, "k", "at least 1", k)
         if datastore.fingerprint != model_fingerprint(model.base_model, torch.bfloat16):
             raise ValueError(
@@ -97,6 +98,7 @@ class NearestNeighbours(Beside):
         weight: float | None = None,
         temperature: float | None = None,
     ):
+        check_datastore(datastore)
         weight = datastore.mixture.get("weight", 0.25) if weight is None else weight
         temperature = (
             datastore.mixture.get("temperature", 1.0) if temperature is None else temperature

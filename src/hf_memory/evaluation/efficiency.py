@@ -13,7 +13,12 @@ from hf_memory.cache import state_bytes
 from hf_memory.cache_argument import cache_name
 from hf_memory.evaluation.counts import check_counts
 from hf_memory.evaluation.estimates import Estimate, best
-from hf_memory.modeling.any_model import head_dim, in_eval_mode, layer_types
+from hf_memory.modeling.any_model import (
+    check_config,
+    head_dim,
+    in_eval_mode,
+    layer_types,
+)
 from hf_memory.modeling.configuration import MemoryConfig
 
 LONG = 2048  # number of tokens beyond which speed is measured once
@@ -116,6 +121,7 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
 
     Layers of this package declare their states. Layers of other models must be full or sliding attention.
     """
+    check_config("config", config)
     check_counts(num_tokens=num_tokens)
     dtype = _dtype(config)
     if isinstance(config, MemoryConfig):
@@ -138,6 +144,8 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
 
 def cache_share(student: PreTrainedConfig, teacher: PreTrainedConfig, num_tokens: int) -> float:
     """Bytes of a student's cache relative to its teacher's after `num_tokens` tokens, if both run in bfloat16."""
+    check_config("student", student)
+    check_config("teacher", teacher)
     ours, theirs = (cache_bytes(in_16_bits(config), num_tokens) for config in (student, teacher))
     return ours / theirs
 
@@ -165,5 +173,6 @@ def _token_bytes(config: PreTrainedConfig) -> int:
 
 def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     """Bytes of the keys and values of `num_tokens` tokens if all layers of this config had full attention."""
+    check_config("config", config)
     check_counts(num_tokens=num_tokens)
     return config.num_hidden_layers * num_tokens * _token_bytes(config)

@@ -20,7 +20,7 @@ from hf_memory.export.gguf import LAYOUTS, TOKENIZER, check_gguf, write_gguf
 from hf_memory.export.parts import kept_layers
 from hf_memory.export.target import Target
 from hf_memory.export.targets import find_target
-from hf_memory.files.folders import folder_lock, replaced, written
+from hf_memory.files.folders import as_path, folder_lock, replaced, written
 from hf_memory.modeling.any_model import in_eval_mode
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
@@ -73,8 +73,8 @@ def export_model(
             the model or its tokenizer.
         OSError: if it cannot be written.
     """
-    folder = Path(folder)
-    file = None if gguf is None else Path(gguf)
+    folder = as_path("folder", folder)
+    file = None if gguf is None else as_path("gguf", gguf)
     _check_places(folder, file)
     with ExitStack() as claims:
         claims.enter_context(folder_lock(folder, "folder"))

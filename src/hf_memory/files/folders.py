@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -249,6 +250,13 @@ def check_folder(name: str, path: Path) -> None:
     except OSError as error:
         wanted = f"{name} must be a folder that can be written to"
         raise ValueError(f"{wanted}, got {path}, where {place} cannot") from error
+
+
+def as_path(name: str, path: Any) -> Path:
+    """An argument as a path; raises ValueError if it is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"{name} must be a path, got a {type(path).__name__}")
+    return Path(path)
 
 
 def check_regular(name: str, path: Path) -> None:

@@ -275,7 +275,8 @@ def check_weights(weights: Any, count: int) -> None:
 
 
 def check_length(tokens: Text | Tensor | TextFacts, length: int) -> None:
-    """Raise ValueError if a text is shorter than a window."""
+    """Raise ValueError if a text is none, or shorter than a window."""
+    check_text(tokens)
     if len(tokens) < length:
         raise ValueError(
             f"tokens must be at least one window of {length} tokens, got {len(tokens)}"

@@ -58,6 +58,12 @@ def check_model(name: str, model: Any) -> None:
         raise ValueError(f"{name} must be a model, got {type(model).__name__} {model!r}: {how}")
 
 
+def check_config(name: str, config: Any) -> None:
+    """Raise ValueError unless an argument is a config, and not its model."""
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(f"{name} must be a config, as model.config, got a {type(config).__name__}")
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """A context in which a model evaluates, without dropout; afterwards each of its parts trains that did before."""

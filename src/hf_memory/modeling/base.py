@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -39,17 +39,23 @@ from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.modeling.assisted import note_read, sequence_length
+from hf_memory.modeling.checks import check
 from hf_memory.modeling.chunks import read_in_chunks
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.hub import HubModel
 from hf_memory.modeling.packing import (
     PACKING,
     are_finite,
+    check_generate_inputs,
+    check_ids,
     check_mask_length,
+    check_positions,
+    check_some_tokens,
     default_positions,
     flash_arguments,
     packed_boundaries,
     packed_positions,
+    warn_beyond_positions,
 )
 from hf_memory.modeling.room import check_room
 from hf_memory.ops.layout import blank
@@ -168,6 +174,14 @@ class MemoryPreTrainedModel(HubModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": MemoryDecoderLayer, "attentions": AttentionMixer}
 
+    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        own = self.config_class
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, own):
+            raise ValueError(
+                f"config must be a {own.__name__} for {type(self).__name__}, got a {type(config).__name__}"
+            )
+        super().__init__(config, *args, **kwargs)
+
     def post_init(self):
         """Called at the end of a model's constructor; sets what depends on the config."""
         parts = {part for name in self.state_dict() for part in name.split(".")}
@@ -242,6 +256,10 @@ class MemoryModel(MemoryPreTrainedModel):
             local.rope_parameters = config.local_rope_parameters
             self.local_rotary_emb = RotaryEmbedding(local)
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
+        self.rotates = any(
+            getattr(layer.mixer, "sees_positions", True) and config.rotating_channels(i)
+            for i, layer in enumerate(self.layers)
+        )
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -292,6 +310,9 @@ class MemoryModel(MemoryPreTrainedModel):
         if cache is not None:
             self._check_cache(cache, inputs_embeds.shape[0])
         check_mask_length(inputs_embeds, attention_mask, cache)
+        check_positions(inputs_embeds, position_ids)
+        is_length = chunk_length is None or (type(chunk_length) is int and chunk_length > 0)
+        check(is_length, "chunk_length", "a number of tokens above 0, or None", chunk_length)
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
             where = attention_mask, position_ids, cache
             output, cache, losses = read_in_chunks(
@@ -313,8 +334,11 @@ class MemoryModel(MemoryPreTrainedModel):
             places = packed_positions(cu_seqlens, inputs_embeds)
             position_ids = places if position_ids is None else position_ids
             kwargs |= flash_arguments(cu_seqlens)
-        elif use_cache and cache is None:
-            cache = self.new_cache()
+        else:
+            if self.rotates:
+                warn_beyond_positions(self.config, inputs_embeds, cache)
+            if use_cache and cache is None:
+                cache = self.new_cache()
         if position_ids is None:
             position_ids = default_positions(inputs_embeds, attention_mask, cache)
         if isinstance(attention_mask, Tensor):
@@ -387,12 +411,11 @@ class MemoryModel(MemoryPreTrainedModel):
     def _embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        given = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if 0 in given.shape:
-            raise ValueError(
-                f"input_ids must have at least one row and one token, got shape {tuple(given.shape[:2])}"
-            )
-        return given
+        if input_ids is not None:
+            check_ids(input_ids)
+            return self.embed_tokens(input_ids)
+        check_some_tokens("inputs_embeds", inputs_embeds)
+        return inputs_embeds
 
     def _for_all_layers(self, attention_mask: Tensor | dict | None) -> Tensor | dict | None:
         if not isinstance(attention_mask, Tensor) or attention_mask.ndim == 2:
@@ -549,6 +572,10 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: if there are two caches, or one of other bits, or the model cannot have the bits.
         """
+        given = dict(zip(("inputs",), args)) | kwargs
+        names = ("inputs_embeds", "inputs", "input_ids")
+        name = next((name for name in names if given.get(name) is not None), "")
+        check_generate_inputs(name, given.get(name), given.get("attention_mask"))
         bits = None
         if "cache_bits" in kwargs:
             bits = self.config.checked_bits(kwargs.pop("cache_bits"))

@@ -13,11 +13,14 @@ from hf_memory.cache import MemoryLayer, copied
 from hf_memory.cache_argument import cache_name
 from hf_memory.files.chat_template import apply_template
 from hf_memory.modeling.any_model import check_model
+from hf_memory.modeling.checks import check
 from hf_memory.serving.memory_file import check_layers
 
 ANSWER = "An answer of the model 8c1f6d0e"  # placeholder for earlier answers when the template is applied
 EXCHANGE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
 NEXT = {"role": "user", "content": "Next"}
+QUIET: dict = {"verbose": False}  # a tokenizer's warning of indexing errors is wrong here
+LONGEST = 200  # tokens of an answer, where nothing says how many
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -35,7 +38,8 @@ class Conversation:
         tokenizer: the model's tokenizer; its chat template is used if it has one.
         cache: a memory of one text to start from; it is not changed. Default: an empty one.
         system: the system prompt; default: that of the template.
-        max_new_tokens: largest number of tokens of an answer.
+        max_new_tokens: largest number of tokens of an answer. Default: that of `options`, else of the model's
+            `generation_config`, else 200.
         options: changes to the `generation_config`, by its names: do_sample, temperature, top_k, top_p,
             repetition_penalty, eos_token_id ... Penalties consider all tokens of the conversation, but not those that
             `cache` has read before.
@@ -43,7 +47,7 @@ class Conversation:
 
     Raises:
         ValueError: if a system prompt is given without a chat template, or together with a cache; or the cache is of
-            another model or of several texts.
+            another model or of several texts; or the number of tokens is not one, or is given twice.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class Conversation:
         *,
         cache: DynamicCache | None = None,
         system: str | None = None,
-        max_new_tokens: int = 200,
+        max_new_tokens: int | None = None,
         options: dict[str, Any] | None = None,
         seed: int = 0,
     ):
@@ -77,14 +81,16 @@ class Conversation:
         self.tokens: list[int] = []  # of the conversation
         self.unread: list[int] = []  # the last of them, which the cache has not read
         self.changes_answers = False  # whether the template would show the last answer otherwise
+        self._longest()
 
     def answer(self, line: str) -> Generator[int, None, None]:
         """Read a message, and yield the tokens of the answer as they are generated; closing the iterator stops it.
 
         Raises:
-            ValueError: if the message has no token, or an option is wrong, or the template would show an earlier answer
-                otherwise than it was read. It is then no part of the conversation.
+            ValueError: if the message is no text or has no token, or an option is wrong, or the template would show an
+                earlier answer otherwise than it was read. It is then no part of the conversation.
         """
+        check(isinstance(line, str), "line", "the text of one message", line)
         turn = self._turn(line)
         before = self.tokens + turn
         unread = self.unread + turn
@@ -146,7 +152,8 @@ class Conversation:
         Beside the last one is the cache that has read those before it.
         """
         model = self.model
-        config = _generation_config(model, len(tokens), self.max_new_tokens, self.options)
+        longest = self._longest()
+        config = _generation_config(model, len(tokens), longest, self.options)
         processors = model._get_logits_processor(
             config, input_ids_seq_length=len(tokens), device=model.device
         )
@@ -155,7 +162,7 @@ class Conversation:
         cache = self._own_cache()
         logits = _read(model, self._ids(unread), cache)
         ids = self._ids(tokens)
-        for left in reversed(range(self.max_new_tokens)):
+        for left in reversed(range(longest)):
             scores = processors(ids, logits.to(torch.float32, copy=True))[0]
             if config.do_sample:
                 token = int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator))
@@ -167,6 +174,24 @@ class Conversation:
                 return
             yield token, None
             logits = _read(model, ids[:, -1:], cache)
+
+    def _longest(self) -> int:
+        """The largest number of tokens of an answer, from where it is given."""
+        check("max_length" not in self.options, "options", "without max_length", self.options)
+        of_options = self.options.get("max_new_tokens")
+        if self.max_new_tokens is not None and of_options is not None:
+            both = f"{self.max_new_tokens!r} and {of_options!r}"
+            raise ValueError(f"max_new_tokens must be given alone or in options, got both: {both}")
+        places = {
+            "max_new_tokens": self.max_new_tokens,
+            "max_new_tokens of options": of_options,
+            "max_new_tokens of the model's generation_config": (
+                self.model.generation_config.max_new_tokens
+            ),
+        }
+        name, number = next(((k, v) for k, v in places.items() if v is not None), ("", LONGEST))
+        check(type(number) is int and number > 0, name, "a number of tokens above 0", number)
+        return number
 
     def _ids(self, tokens: list[int]) -> Tensor:
         """Tokens as the model reads them, [1, T]."""
@@ -186,7 +211,7 @@ class Conversation:
         user = {"role": "user", "content": line}
         begins = self.cache is None and not self.unread
         if self.tokenizer.chat_template is None:
-            return self.tokenizer(line, add_special_tokens=begins)["input_ids"]
+            return self.tokenizer(line, add_special_tokens=begins, **QUIET)["input_ids"]
         if begins:
             system = [] if self.system is None else [{"role": "system", "content": self.system}]
             return self._tokens(self._text([*system, user], add_generation_prompt=True), 0)
@@ -242,8 +267,9 @@ class Conversation:
     def _tokens(self, text: str, start: int) -> list[int]:
         """The tokens of a text after a character, tokenised together with the text before it."""
         if not self.tokenizer.is_fast:  # it has no offsets of tokens
-            return self.tokenizer(text[start:], add_special_tokens=False)["input_ids"]
-        read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return self.tokenizer(text[start:], add_special_tokens=False, **QUIET)["input_ids"]
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, **QUIET}
+        read = self.tokenizer(text, **options)
         return [
             token
             for token, (begin, _) in zip(read["input_ids"], read["offset_mapping"])

@@ -31,7 +31,7 @@ from hf_memory.cache import (
 from hf_memory.cache_argument import CACHE
 from hf_memory.cache_bits import ALL_BITS, CacheBits
 from hf_memory.files.fingerprints import OF_LOADING, weights_fingerprint
-from hf_memory.files.folders import check_regular, replaced
+from hf_memory.files.folders import as_path, check_regular, replaced
 from hf_memory.files.running_weights import without_wrappers
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.any_model import check_model
@@ -68,7 +68,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
         OSError: if the file cannot be written.
     """
     check_model("model", model)
-    path = Path(path)
+    path = as_path("path", path)
     model = without_wrappers(model)
     _check_file(path)
     check_layers(cache, model)

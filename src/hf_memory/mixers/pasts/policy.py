@@ -25,9 +25,10 @@ def register_eviction(name: str, policy: EvictionPolicy) -> None:
 
     Args:
         name: the name of the policy, which no other policy has.
-        policy: a function of a `Block`, which returns what each entry is worth, [B, H, n], in any dtype. Those that
-            are worth most stay. It gets no gradients and changes nothing. What it says counts once for each block,
-            whatever calls its tokens came in, but it may be asked about a block that is not complete yet.
+        policy: a function of a `Block`, which returns what each entry is worth, a tensor [B, H, n], in any dtype. Those
+            that are worth most stay; which do is open where it is NaN. It gets no gradients and changes nothing. What
+            it says counts once for each block, whatever calls its tokens came in, but it may be asked about a block
+            that is not complete yet.
 
     Raises:
         ValueError: if the name is taken, or `policy` is no function.

@@ -39,7 +39,17 @@ class Rule(NamedTuple):
 
     def worth(self, block: Block) -> Tensor:
         """What the entries of a block are worth, [B, H, n], in the dtype of what they were worth before."""
-        return self.policy(block).to(block.score.dtype)
+        worth = self.policy(block)
+        shape = block.score.shape
+        if not isinstance(worth, Tensor) or worth.shape != shape:
+            given = (
+                f"shape {tuple(worth.shape)}" if isinstance(worth, Tensor) else type(worth).__name__
+            )
+            name = getattr(self.policy, "__qualname__", self.policy)
+            raise ValueError(
+                f"eviction policy {name} must return a tensor [B, H, n], {tuple(shape)} for this block, got {given}"
+            )
+        return worth.to(block.score.dtype)
 
     def products(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores [..., G * c, n] before the soft cap, in float32."""
