@@ -222,7 +222,7 @@ def _planned(
     student = _on_meta(config)
     carry_over(student, whole)
     has_new_parts = bool(new_parameters(student))
-    recipe = with_stages(recipe, config, text, has_new_parts=has_new_parts)
+    recipe = with_stages(recipe, config, text, has_new_parts=has_new_parts, is_open=is_open)
     training_length = _training_length(recipe, config, text)
     exact = is_exact(config, teacher, training_length)
     if exact and not is_final and keep.kind == "auto":

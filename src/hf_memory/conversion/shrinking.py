@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from hf_memory.conversion.choosing import final_plan
+from hf_memory.conversion.defaults import shortest_text
 from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.plan import resolve
 from hf_memory.conversion.recipe import Recipe, Schedule
@@ -22,6 +23,7 @@ from hf_memory.conversion.students.weights import share
 from hf_memory.conversion.teachers import find_teacher, has_two_ropes
 from hf_memory.conversion.teachers.loading import load_tokenizer
 from hf_memory.files.manual import sections
+from hf_memory.files.names import is_file_name
 from hf_memory.files.text import Text, check_text, start_of
 from hf_memory.modeling.any_model import check_model, evaluating
 from hf_memory.modeling.card import is_on_hub
@@ -74,7 +76,7 @@ def shrink_cache(
         config: what was found before for this model, or for one of its sizes: the config of a student, or the folder
             or Hub name of one.
         text: the text on which heads are chosen, best of the kind that the student will read: 60,000 tokens are
-            plenty. A string, or tokens [T]. Default: Python's language reference, in English.
+            plenty. A string, or tokens [T], 128 at least. Default: Python's language reference, in English.
         tokenizer: the model's tokenizer. Default: the one in the folder or repository that the model was loaded from.
         size: how much the student holds, `"near"`, `"small"` or `"constant"`; default: see docs/convert.md.
         keep: the share of the heads that keeps everything, such as `"heads:1/8"`, in the words of `Keep.parse`.
@@ -110,6 +112,8 @@ def shrink_cache(
     plan = resolve(recipe, model.config)
     if not plan.is_final:
         read = _read(text, model, tokenizer)
+        least = shortest_text(plan.student)
+        check(len(read) >= least, "text", f"at least {least} tokens long", len(read))
         plan = plan.with_text(read)
         with evaluating(model):
             plan = final_plan(model, read, plan, Run(report=report or Bars()))
@@ -206,8 +210,12 @@ def _found(config: PreTrainedConfig | str | PathLike, teacher: PreTrainedConfig)
 def _read(text: str | Text | Tensor | None, model: PreTrainedModel, tokenizer: Any) -> Text:
     """The text as tokens."""
     if text is not None and not isinstance(text, str):
-        check_text(text)
+        check_text(text, "text", "a string, ")
         return Text.of(text)
+    if text is not None and is_file_name(text):
+        raise ValueError(
+            f"text must be the text itself, got {text!r}: is this a file? Then give Path({text!r}).read_text()"
+        )
     if tokenizer is None:
         name = model.name_or_path or ""
         where = "given, or text as tokens, for a model that was not loaded from a folder or the Hub"
