@@ -328,6 +328,9 @@ def _presets(recipe: Recipe, keep: Keep, teacher: PreTrainedConfig) -> dict[str,
     presets = {name: head_dim(teacher) for name in HEAD_SIZES if hasattr(family.config, name)}
     presets |= {"memory_rope": True, **PRESETS.get(to, {})}
     named = _named_options(recipe)
+    is_constant = "full_attention_window" in named
+    wanted = f"heads such as heads:1/11, or none, with size={recipe.size}, which no layer outgrows"
+    check(not (is_constant and keep.has_layers), "keep", wanted, str(keep))
     window = _given_options(recipe).get("sliding_window")
     has_window = to == "attention" or keep.is_heads or window is not None
     if not (has_window and can_have_windows(to) and _replaces_layers(keep, teacher, window)):
