@@ -217,7 +217,7 @@ def with_stages(
 
 
 def shortest_text(student: PreTrainedConfig) -> int:
-    """Tokens that a text must have for windows of the usual lengths, which become shorter for it and for the student."""
+    """Tokens that a text must have for windows of the usual lengths, which become shorter for it and the student."""
     return min(SHORTEST, getattr(student, "max_position_embeddings", None) or SHORTEST)
 
 

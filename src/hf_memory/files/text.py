@@ -258,7 +258,7 @@ def check_tokens(
 
 
 def check_text(tokens: Any, name: str = "tokens", otherwise: str = "") -> None:
-    """Raise ValueError unless a text is a Text, or a tensor [T] of whole numbers; `otherwise` says what else it may be."""
+    """Raise ValueError unless a text is a Text, or a tensor [T] of whole numbers; `otherwise` says what else it is."""
     is_text = isinstance(tokens, Text | TextFacts)
     is_tensor = isinstance(tokens, Tensor) and tokens.ndim == 1 and not tokens.is_floating_point()
     if not (is_text or is_tensor):
