@@ -6,10 +6,12 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.colors import to_rgb
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -703,6 +705,29 @@ def test_boundaries_that_are_no_tensor_are_refused(bounds):
     given = OPS[0].example(B=1, T=4, H=1, HV=1, K=8, V=8)
     with pytest.raises(ValueError, match=r"cu_seqlens must be a torch.Tensor, got (ndarray|list)"):
         OPS[0].op(**given, cu_seqlens=bounds)
+
+
+NO_TEACHERS = {
+    "LlamaForCausalLM, which the student computes as it does, got 'LlamaModel'": lambda x: x.model,
+    "one without adapters: merge them first": lambda x: get_peft_model(
+        x, LoraConfig(target_modules=["q_proj"])
+    ),
+    "a causal language model of transformers, got 'Linear'": lambda x: torch.nn.Linear(2, 2),
+}
+
+
+@pytest.mark.parametrize("message", NO_TEACHERS)
+def test_what_is_no_whole_teacher_is_not_converted(message):
+    model = NO_TEACHERS[message](make_teacher("llama"))
+    with pytest.raises(ValueError, match=f"teacher must be .*{message}"):
+        conversion.convert(model, TEXT, STUDENT)
+
+
+def test_folders_may_be_strings(tmp_path):
+    assert Run(checkpoints="a").of("transfer").checkpoints == Path("a/transfer")
+    assert conversion.Request("teacher", ["a.txt"], "b").output == Path("b")
+    with pytest.raises(ValueError, match="run must be Run, got 'a'"):
+        conversion.convert(make_teacher("llama"), TEXT, STUDENT, "a")
 
 
 WRONG_SCHEDULES = {

@@ -296,7 +296,7 @@ REFUSED = {
     "meta": (lambda model: model.to("meta"), "model must be loaded whole, .* got 'LlamaForCausal"),
     "a student": (
         lambda model: shrink_cache(model, **FOUND),
-        "model must be a Transformer: a student is not made of a student",
+        "model must be a Transformer: a student is not converted again, got 'hf_mem",
     ),
 }
 
@@ -335,6 +335,12 @@ def test_arguments_that_do_not_fit(teacher, student, tmp_path):
         ValueError, match="hidden_size of config must be 32, as in the model, got 64"
     ):
         shrink_cache(teacher, other)
+    longer = copy.deepcopy(teacher.config)
+    longer.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="num_hidden_layers of config must be 3, as in the model"):
+        shrink_cache(type(teacher)(longer), student.config)
+    with pytest.raises(ValueError, match=r"config must be a folder that .*, unlike size='small'"):
+        shrink_cache(teacher, "small")
     with pytest.raises(ValueError, match=r"options must be options that add no .*sinks"):
         shrink_cache(
             teacher, full_attention_heads=[[], []], attention_sinks=True, num_kept_tokens=0
