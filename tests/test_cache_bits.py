@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     StaticCache,
@@ -255,14 +256,29 @@ def test_generate_takes_the_bits_of_its_cache(name, bits):
     tokens = random_tokens(1, 9)
     model = make_model(CASE[name])
     before = model.generate(tokens, **how)
-    found = model.generate(tokens, cache_bits=bits, **how)
+    in_file = GenerationConfig(cache_bits=bits, **how)
     expected = make_model(CASE[name], cache_bits=bits).generate(tokens, **how)
-    assert all(map(torch.equal, found.logits, expected.logits))
-    assert state_bytes(cache_of(found)) == state_bytes(cache_of(expected))
+    for call in ({"cache_bits": bits, **how}, {"generation_config": in_file}):
+        found = model.generate(tokens, **call)
+        assert all(map(torch.equal, found.logits, expected.logits))
+        assert state_bytes(cache_of(found)) == state_bytes(cache_of(expected))
+    # the call's own word counts
+    found = model.generate(tokens, generation_config=in_file, cache_bits=None)
+    assert all(map(torch.equal, found.logits, before.logits))
     assert all(map(torch.equal, model.generate(tokens, **how).logits, before.logits))
-    with pytest.raises(ValueError, match="cache_bits"):
-        model.generate(tokens, cache_bits=3)
+    for call in ({"cache_bits": 3}, {"generation_config": GenerationConfig(cache_bits=3)}):
+        with pytest.raises(ValueError, match="cache_bits must be one of"):
+            model.generate(tokens, **call)
     assert model.config.cache_bits is None
+
+
+@pytest.mark.parametrize("option", [{"cache_bits": 4}, {"cache_bits": None}, {"sliding_window": 3}])
+def test_a_forward_pass_takes_no_options_of_the_config(option):
+    model = make_model(CASE["attention-kept"])
+    name = next(iter(option))
+    for call in (model, model.model):
+        with pytest.raises(ValueError, match=f"{name} must be an option of the config, as from_p"):
+            call(random_tokens(1, 9), **option)
 
 
 @pytest.mark.parametrize("name", ["attention-kept", "transformer", "linear-sliding"])

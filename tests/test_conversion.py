@@ -740,8 +740,9 @@ def test_a_loss_is_of_targets_alone_and_every_window_has_one():
         (
             torch.tensor([1, 64]),
             2,
-            "tokenizer must be the teacher's, which has 64 tokens, got token 64",
+            "tokens of the text must be from 0 to 63, as the model's tokenizer has them, got 64",
         ),
+        (torch.tensor([-1, 63]), 2, "tokens of the text must be from 0 to 63, .* got -1"),
         (torch.arange(9), 16, "at least one window of 16 tokens, got 9"),
         (
             torch.ones(9999, dtype=torch.long),

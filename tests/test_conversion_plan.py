@@ -436,6 +436,16 @@ def test_heads_that_are_given_are_not_chosen_again():
         made(keep="heads:1/4", options={"full_attention_heads": heads})
 
 
+@pytest.mark.parametrize("keep", ["1/2", "auto", "0,1", (1,)])
+def test_a_size_that_does_not_grow_keeps_no_whole_layers(keep):
+    teacher = make_teacher().config
+    for size in ("small", "constant"):
+        with pytest.raises(ValueError, match=f"keep must be heads .* with size={size}, which no"):
+            resolve(Recipe(size=size, keep=keep), teacher)
+        assert resolve(Recipe(size=size, keep="none"), teacher).student.layer_types
+    assert resolve(Recipe(size="near", keep=keep), teacher).student.layer_types
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", TEACHERS_WITH_WINDOWS)
 def test_a_size_in_a_word_fits_each_teacher(size, name):

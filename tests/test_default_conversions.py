@@ -80,9 +80,11 @@ def test_a_choice_is_said_before_anything_is_trained():
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 100])
-def test_a_text_shorter_than_windows_should_be_is_refused(tokens):
+@pytest.mark.parametrize("steps", [None, 0])
+def test_a_text_shorter_than_windows_should_be_is_refused(tokens, steps):
+    recipe = Recipe(distillation=Schedule.with_some(steps=steps))
     with pytest.raises(ValueError, match="tokens must be at least 128, unless distillation has a"):
-        conversion.convert(make_teacher(), random_text(tokens), Recipe())
+        conversion.convert(make_teacher(), random_text(tokens), recipe)
 
 
 def test_a_student_is_not_converted_again():

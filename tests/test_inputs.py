@@ -6,10 +6,12 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.colors import to_rgb
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -767,3 +769,61 @@ def test_boundaries_that_are_no_tensor_are_refused(bounds):
     given = OPS[0].example(B=1, T=4, H=1, HV=1, K=8, V=8)
     with pytest.raises(ValueError, match=r"cu_seqlens must be a torch.Tensor, got (ndarray|list)"):
         OPS[0].op(**given, cu_seqlens=bounds)
+
+
+NO_TEACHERS = {
+    "LlamaForCausalLM, which the student computes as it does, got 'LlamaModel'": lambda x: x.model,
+    "one without adapters: merge them first": lambda x: get_peft_model(
+        x, LoraConfig(target_modules=["q_proj"])
+    ),
+    "a causal language model of transformers, got 'Linear'": lambda x: torch.nn.Linear(2, 2),
+}
+
+
+@pytest.mark.parametrize("message", NO_TEACHERS)
+def test_what_is_no_whole_teacher_is_not_converted(message):
+    model = NO_TEACHERS[message](make_teacher("llama"))
+    with pytest.raises(ValueError, match=f"teacher must be .*{message}"):
+        conversion.convert(model, TEXT, STUDENT)
+
+
+def test_folders_may_be_strings(tmp_path):
+    assert Run(checkpoints="a").of("transfer").checkpoints == Path("a/transfer")
+    assert conversion.Request("teacher", ["a.txt"], "b").output == Path("b")
+    with pytest.raises(ValueError, match="run must be Run, got 'a'"):
+        conversion.convert(make_teacher("llama"), TEXT, STUDENT, "a")
+
+
+WRONG_SCHEDULES = {
+    "repeats": (2.0, "from 0 to 1, got 2.0"),
+    "start_length": (64, "at most its length 32, got 64"),
+    "steps": (-1, "at least 0, got -1"),
+    "batch_size": ("2", "int, got '2'"),
+    "learning_rate": ("1e-3", "float, got '1e-3'"),
+    "chunk_length": (-7, "at least 0, got -7"),
+}
+
+
+@pytest.mark.parametrize("learn", [conversion.distill, conversion.attention_transfer])
+@pytest.mark.parametrize("name", WRONG_SCHEDULES)
+def test_a_stage_checks_its_schedule(learn, name):
+    value, expected = WRONG_SCHEDULES[name]
+    teacher = make_teacher("llama")
+    schedule = Schedule(1, 1e-3, length=32)._replace(**{name: value})
+    with pytest.raises(ValueError, match=f"{name} of schedule must be {expected}"):
+        learn(conversion.make_student(teacher, "linear"), teacher, TEXT, schedule)
+
+
+def test_models_that_cannot_learn_from_each_other_are_refused():
+    teacher = make_teacher("llama")
+    student = conversion.make_student(teacher, "linear")
+    other = make_teacher("llama")
+    other.resize_token_embeddings(70, mean_resizing=False)
+    schedule = Schedule(1, 1e-3, length=32)
+    for learn in (conversion.distill, conversion.attention_transfer):
+        with pytest.raises(ValueError, match="student must be one, as make_student makes, got 'Ll"):
+            learn(teacher, student, TEXT, schedule)
+        with pytest.raises(ValueError, match="vocabulary of 70 tokens, got 64"):
+            learn(student, other, TEXT, schedule)
+    with pytest.raises(ValueError, match="student must be a model of its teacher's vocabulary of "):
+        agreement(student, other, TEXT)

@@ -188,6 +188,30 @@ def test_a_text_in_words_is_read_by_the_models_tokenizer(teacher, tmp_path, monk
         shrink_cache(teacher, **HOW)
 
 
+NO_TEXTS = {
+    "": "text must be at least 128 tokens long, got 0",
+    "w5 w6": "text must be at least 128 tokens long, got 2",
+    "my_text.txt": "text must be the text itself, got 'my_text.txt': is this a file",
+    "a novel": "text must be the text itself, got 'a novel': is this a file",
+    TEXT[:127]: "text must be at least 128 tokens long, got 127",
+    Path(
+        "a novel"
+    ): r"text must be a string, a Text or a tensor \[T\] of whole numbers, got PosixP",
+    (5, 6): r"text must be a string, a Text or a tensor \[T\] of whole numbers, got tuple",
+    TEXT[None]: r"text must be a string, .* got \(1, 200\) of torch.int64",
+    -TEXT: "tokens of the text must be from 0 to 63, .* got -63",
+    TEXT + 9: "tokens of the text must be from 0 to 63, .* got 72",
+}
+
+
+@pytest.mark.parametrize("given", NO_TEXTS, ids=range(len(NO_TEXTS)))
+def test_what_is_no_text_is_refused(teacher, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a novel").write_text("w5 " * 200)
+    with pytest.raises(ValueError, match=NO_TEXTS[given]):
+        shrink_cache(teacher, text=given, tokenizer=make_tokenizer())
+
+
 def test_progress_is_reported_to_its_end(teacher):
     seen = []
     shrink_cache(teacher, text=TEXT, **HOW, report=seen.append)
@@ -272,7 +296,7 @@ REFUSED = {
     "meta": (lambda model: model.to("meta"), "model must be loaded whole, .* got 'LlamaForCausal"),
     "a student": (
         lambda model: shrink_cache(model, **FOUND),
-        "model must be a Transformer: a student is not made of a student",
+        "model must be a Transformer: a student is not converted again, got 'hf_mem",
     ),
 }
 
@@ -311,12 +335,16 @@ def test_arguments_that_do_not_fit(teacher, student, tmp_path):
         ValueError, match="hidden_size of config must be 32, as in the model, got 64"
     ):
         shrink_cache(teacher, other)
+    longer = copy.deepcopy(teacher.config)
+    longer.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="num_hidden_layers of config must be 3, as in the model"):
+        shrink_cache(type(teacher)(longer), student.config)
+    with pytest.raises(ValueError, match=r"config must be a folder that .*, unlike size='small'"):
+        shrink_cache(teacher, "small")
     with pytest.raises(ValueError, match=r"options must be options that add no .*sinks"):
         shrink_cache(
             teacher, full_attention_heads=[[], []], attention_sinks=True, num_kept_tokens=0
         )
-    with pytest.raises(ValueError, match="tokens must be"):
-        shrink_cache(teacher, text=torch.ones(3, 4))
     with pytest.raises(ValueError, match="num_kept_tokenz"):
         shrink_cache(teacher, text=TEXT, num_kept_tokenz=3)
 

@@ -16,11 +16,11 @@ from hf_memory.conversion.stages.fine_tuning import fine_tune
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students.weights import CarriedWeights
-from hf_memory.conversion.teachers import shared_options
+from hf_memory.conversion.teachers import check_teacher, shared_options
 from hf_memory.conversion.untrained import untrained_student
 from hf_memory.files.text import Text
-from hf_memory.modeling.any_model import check_model
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.checks import check_type
 from hf_memory.progress import History
 
 
@@ -68,7 +68,8 @@ def convert(
             recipe, or a loss is not finite.
         OSError: if a file cannot be written.
     """
-    check_model("teacher", teacher)
+    check_teacher("teacher", teacher)
+    check_type("run", run, Run)
     plan = recipe if isinstance(recipe, Plan) else resolve(recipe, teacher.config, tokens)
     _check_same(plan, teacher, tokens)
     observed = teacher.eval() if quantized is None else quantized

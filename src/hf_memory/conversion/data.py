@@ -6,6 +6,7 @@ from torch.utils.data import Dataset
 
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.files.text import Text, check_length
+from hf_memory.modeling.checks import check_type
 
 EVALUATED = 32  # windows in an evaluation
 DRAWN = 1024
@@ -22,6 +23,8 @@ class TokenWindows(Dataset):
     """
 
     def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0):
+        check_type("schedule", schedule, Schedule)
+        schedule.check("schedule")
         self.text = Text.of(tokens)
         self.schedule = schedule
         self.seed = seed

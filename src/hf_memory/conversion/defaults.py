@@ -183,6 +183,7 @@ def with_stages(
     text: TextFacts,
     *,
     has_new_parts: bool,
+    is_open: bool = False,
 ) -> Recipe:
     """The recipe with schedules and with what is trained.
 
@@ -191,22 +192,33 @@ def with_stages(
         student: the student's config, which has no more positions than its teacher.
         text: the text.
         has_new_parts: whether the student has parts that its teacher does not have.
+        is_open: whether a choice is to come, which reads windows of distillation whether or not it has steps.
     """
     distillation = NEAR_SCHEDULE if begins_near(recipe, student) else DISTILLATION_SCHEDULE
     usual = dict(zip(STAGES, (TRANSFER_SCHEDULE, distillation, FINE_TUNING_SCHEDULE)))
+    least = shortest_text(student)
     positions = getattr(student, "max_position_embeddings", None) or len(text)
     fixed: dict[str, dict[str, Any]] = {}
     if not has_new_parts:
         fixed = {"transfer": {"steps": 0}, "distillation": {"memory_factor": 1.0}}
-    stages = {
-        name: _filled(name, {**given.given, **fixed.get(name, {})}, usual[name], positions, text)
-        for name, given in recipe.schedules.items()
-    }
+    stages = dict[str, Schedule]()
+    for name, schedule in recipe.schedules.items():
+        given = {**schedule.given, **fixed.get(name, {})}
+        is_read = given.get("steps", usual[name].steps) or (is_open and name == "distillation")
+        if is_read and "length" not in given:
+            wanted = f"at least {least}, unless {name} has a length"
+            check(len(text) >= least, "tokens", wanted, len(text))
+        stages[name] = _filled(given, usual[name], positions, text)
     for name, schedule in stages.items():
         schedule.check(name)
     has_memory = recipe.to != "attention" and has_new_parts
     train = recipe.train or ("all" if has_memory else "attention")
     return replace(recipe, train=train, **stages)  # type: ignore[arg-type]
+
+
+def shortest_text(student: PreTrainedConfig) -> int:
+    """Tokens that a text must have for windows of the usual lengths, which become shorter for it and the student."""
+    return min(SHORTEST, getattr(student, "max_position_embeddings", None) or SHORTEST)
 
 
 def begins_near(recipe: Recipe, student: PreTrainedConfig) -> bool:
@@ -316,6 +328,9 @@ def _presets(recipe: Recipe, keep: Keep, teacher: PreTrainedConfig) -> dict[str,
     presets = {name: head_dim(teacher) for name in HEAD_SIZES if hasattr(family.config, name)}
     presets |= {"memory_rope": True, **PRESETS.get(to, {})}
     named = _named_options(recipe)
+    is_constant = "full_attention_window" in named
+    wanted = f"heads such as heads:1/11, or none, with size={recipe.size}, which no layer outgrows"
+    check(not (is_constant and keep.has_layers), "keep", wanted, str(keep))
     window = _given_options(recipe).get("sliding_window")
     has_window = to == "attention" or keep.is_heads or window is not None
     if not (has_window and can_have_windows(to) and _replaces_layers(keep, teacher, window)):
@@ -338,14 +353,8 @@ def _replaces_layers(keep: Keep, teacher: PreTrainedConfig, window: int | None) 
     return not {*changing} <= {*keep.layers_of(teacher.num_hidden_layers)}
 
 
-def _filled(
-    stage: str, given: Mapping[str, Any], usual: Schedule, positions: int, text: TextFacts
-) -> Schedule:
+def _filled(given: Mapping[str, Any], usual: Schedule, positions: int, text: TextFacts) -> Schedule:
     """The usual schedule with the fields that are given; windows of the usual length fit the teacher and the text."""
     if "length" not in given:
-        fitting = min(usual.length, positions)
-        is_long = len(text) >= min(fitting, SHORTEST) or not given.get("steps", usual.steps)
-        wanted = f"at least {SHORTEST}, unless {stage} has a length"
-        check(is_long, "tokens", wanted, len(text))
-        usual = usual._replace(length=min(fitting, len(text)))
+        usual = usual._replace(length=min(usual.length, positions, len(text)))
     return usual._replace(**given)

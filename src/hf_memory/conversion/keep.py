@@ -78,6 +78,11 @@ class Keep:
         return self.kind in ("heads", "retrieval")
 
     @property
+    def has_layers(self) -> bool:
+        """Whether whole layers are kept."""
+        return not self.is_heads and (self.kind != "layers" or bool(self.layers))
+
+    @property
     def is_ranked(self) -> bool:
         """Whether a ranking has to choose the layers or heads, which needs the teacher's weights."""
         return self.kind == "auto" or self.is_heads

@@ -35,13 +35,12 @@ from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import is_exact
 from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.conversion.students.weights import carry_over
-from hf_memory.conversion.teachers import find_teacher
+from hf_memory.conversion.teachers import check_config
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
 from hf_memory.files.folders import check_folder, check_output, check_room, size_of
 from hf_memory.files.text import ANY_TEXT, Text, TextFacts, check_text, check_tokens
 from hf_memory.modeling.checks import check, check_type
 from hf_memory.modeling.chunks import check_passes_gradients
-from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # size of a float32 number
 NOTHING = Choice()  # keeps no attention
@@ -214,7 +213,7 @@ def _planned(
     keep = student_keep(recipe, teacher)
     recipe = replace(recipe, keep=keep, options=student_options(recipe, keep, teacher))
     recipe = replace(recipe, kept_by_head=kept_by_head(recipe, given))
-    is_open = recipe.goal is not None or keep.is_ranked or recipe.kept_by_head
+    is_open = recipe.goal is not None or keep.is_ranked or bool(recipe.kept_by_head)
     is_final = choice is not None or not is_open
     choice = likely_choice(recipe, teacher) if choice is None else choice
     config = chosen_student(recipe, choice, teacher)
@@ -222,7 +221,7 @@ def _planned(
     student = _on_meta(config)
     carry_over(student, whole)
     has_new_parts = bool(new_parameters(student))
-    recipe = with_stages(recipe, config, text, has_new_parts=has_new_parts)
+    recipe = with_stages(recipe, config, text, has_new_parts=has_new_parts, is_open=is_open)
     training_length = _training_length(recipe, config, text)
     exact = is_exact(config, teacher, training_length)
     if exact and not is_final and keep.kind == "auto":
@@ -279,10 +278,7 @@ def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
 
 
 def _check_models(recipe: Recipe, teacher: PreTrainedConfig) -> None:
-    kind = teacher.model_type
-    is_student = isinstance(teacher, MemoryConfig)
-    check(not is_student, "teacher", "a Transformer: a student is not converted again", kind)
-    find_teacher(teacher)
+    check_config("teacher", teacher)
     if recipe.teacher_bits is not None:
         check_bits(recipe.teacher_bits)
 

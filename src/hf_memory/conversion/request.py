@@ -49,7 +49,7 @@ class Request:
         model: folder, Hub name or GGUF file of the teacher, or of the model to fine-tune.
         text: sources of the training text, see `read_tokens`. `teacher:500k`, or `teacher:500k:FILE` with prompts in a
             file, is so many tokens that the teacher writes first. The last tenth of the text is held out.
-        output: folder for the result.
+        output: folder for the result, a path or a string.
         recipe: the recipe.
         run: checkpoints, progress reports and options of the Trainer. With `eval_steps`, a tenth of the training text
             becomes its `validation`.
@@ -74,6 +74,9 @@ class Request:
     items: int = ITEMS
     overwrite: bool = False
     extra_files: Callable[[Plan], Mapping[str, str]] = no_files
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "output", Path(self.output))
 
     def settings(self, plan: Plan) -> dict[str, str]:
         """What determines the result, by name, so that a call that was stopped is known again."""

@@ -66,8 +66,8 @@ class Run:
     """How a conversion is run: its checkpoints, progress reports and options of the Trainer.
 
     Args:
-        checkpoints: folder for checkpoints. A conversion that was stopped or killed resumes from them if it is called
-            with the same arguments.
+        checkpoints: folder for checkpoints, a path or a string. A conversion that was stopped or killed resumes from
+            them if it is called with the same arguments.
         callbacks: callbacks of the Trainer in all stages.
         report: is called with the progress of each task.
         chosen: is called with the final plan, before anything is trained.
@@ -88,6 +88,10 @@ class Run:
     validation: Text | Tensor | None = None
     later: float = 0.0
     is_recorded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.checkpoints is not None:
+            object.__setattr__(self, "checkpoints", Path(self.checkpoints))
 
     def of(self, stage: str, later: float = 0.0) -> "Run":
         """The options for one stage, with a subfolder for its checkpoints."""

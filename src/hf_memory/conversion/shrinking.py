@@ -1,32 +1,33 @@
 """A loaded model becomes a student with a small cache, in memory: nothing is trained, copied or written."""
 
 import copy
+import os
 from collections.abc import Callable
 from os import PathLike, fspath
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from hf_memory.conversion.choosing import final_plan
+from hf_memory.conversion.defaults import SIZES, shortest_text
 from hf_memory.conversion.keep import Keep
 from hf_memory.conversion.plan import resolve
 from hf_memory.conversion.recipe import Recipe, Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.students import student_config
 from hf_memory.conversion.students.weights import share
-from hf_memory.conversion.teachers import find_teacher, has_two_ropes
+from hf_memory.conversion.teachers import check_teacher, has_two_ropes
 from hf_memory.conversion.teachers.loading import load_tokenizer
 from hf_memory.files.manual import sections
+from hf_memory.files.names import is_file_name
 from hf_memory.files.text import Text, check_text, start_of
-from hf_memory.modeling.any_model import check_model, evaluating
+from hf_memory.modeling.any_model import evaluating, head_dim
 from hf_memory.modeling.card import is_on_hub
 from hf_memory.modeling.checks import check
-from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.options import AttentionWindow
 from hf_memory.modeling.transformer import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.progress import Progress
@@ -34,7 +35,7 @@ from hf_memory.progress import Progress
 # options of a student that its teacher does not have: what heads see, and in how many bits
 FOUND = (*(x for x in AttentionWindow.__annotations__ if x != "num_memory_slots"), "cache_bits")
 # by which heads of two models correspond; a fine-tuned one may have more tokens
-SIZES = (
+SAME_SIZES = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -74,7 +75,7 @@ def shrink_cache(
         config: what was found before for this model, or for one of its sizes: the config of a student, or the folder
             or Hub name of one.
         text: the text on which heads are chosen, best of the kind that the student will read: 60,000 tokens are
-            plenty. A string, or tokens [T]. Default: Python's language reference, in English.
+            plenty. A string, or tokens [T], 128 at least. Default: Python's language reference, in English.
         tokenizer: the model's tokenizer. Default: the one in the folder or repository that the model was loaded from.
         size: how much the student holds, `"near"`, `"small"` or `"constant"`; default: see docs/convert.md.
         keep: the share of the heads that keeps everything, such as `"heads:1/8"`, in the words of `Keep.parse`.
@@ -110,6 +111,8 @@ def shrink_cache(
     plan = resolve(recipe, model.config)
     if not plan.is_final:
         read = _read(text, model, tokenizer)
+        least = shortest_text(plan.student)
+        check(len(read) >= least, "text", f"at least {least} tokens long", len(read))
         plan = plan.with_text(read)
         with evaluating(model):
             plan = final_plan(model, read, plan, Run(report=report or Bars()))
@@ -139,22 +142,13 @@ class Bars:
 
 def _check_model(model: Any) -> None:
     """Raise ValueError unless a model is what transformers computes for its config, and nothing else."""
-    check_model("model", model)
+    check_teacher("model", model)
     name = type(model).__name__
-    adapter = any(isinstance(x, BaseTunerLayer) for x in model.modules())
-    merged = "merge them first (`model = model.merge_and_unload()`)"
-    check(not adapter, "model", f"one without adapters: {merged}, or add them to the student", name)
-    config: Any = getattr(model, "config", None)
-    is_config = isinstance(config, PreTrainedConfig)
-    check(is_config, "model", "a causal language model of transformers", name)
-    is_student = isinstance(config, MemoryConfig)
-    check(not is_student, "model", "a Transformer: a student is not made of a student", name)
-    find_teacher(config, "model")
-    own_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    own_class: Any = AutoModelForCausalLM._model_mapping[type(model.config)]
     is_own = type(model) is own_class
     check(is_own, "model", f"a {own_class.__name__}, which the student computes as it does", name)
-    kinds = sorted({type(x.data).__name__ for x in model.parameters()} - {"Tensor"})
-    check(not kinds, "model", "one whose weights are neither quantised nor sharded", kinds)
+    others = sorted({type(x.data).__name__ for x in model.parameters()} - {"Tensor"})
+    check(not others, "model", "one whose weights are neither quantised nor sharded", others)
     is_plain = not any(x.is_inference() for x in model.parameters())
     check(
         is_plain, "model", "loaded outside torch.inference_mode(), which allows no gradients", name
@@ -164,7 +158,7 @@ def _check_model(model: Any) -> None:
     devices = {str(x.device) for x in model.parameters()}
     check(len(devices) == 1, "model", "on one device", sorted(devices))
     with init_empty_weights():
-        built = own_class(copy.deepcopy(config))
+        built = own_class(copy.deepcopy(model.config))
     classes = {name: type(x) for name, x in built.named_modules()}
     parts = model.named_modules()
     if changed := [name for name, x in parts if _is_changed(x) or type(x) is not classes.get(name)]:
@@ -191,23 +185,36 @@ def _found(config: PreTrainedConfig | str | PathLike, teacher: PreTrainedConfig)
     name = type(config).__name__
     if isinstance(config, str | PathLike):
         name = fspath(config)
+        is_size = name in SIZES and not os.path.isdir(name)
+        wanted = f"a folder that exists or a name on the Hub, unlike size={name!r}"
+        check(not is_size, "config", wanted, name)
         config = AutoConfig.from_pretrained(name)
     is_student = isinstance(config, MemoryTransformerConfig)
     check(is_student, "config", "the config of a student, a folder or a name on the Hub", name)
+    _check_sizes(config, teacher, SAME_SIZES)
     fields = (*FOUND, "max_position_embeddings") if has_two_ropes(teacher) else FOUND
     options = {x: copy.deepcopy(getattr(config, x)) for x in fields}
-    expected = student_config(teacher, "attention", (), options)
-    for field in (*SIZES, "layer_types"):
-        theirs, ours = getattr(config, field), getattr(expected, field)
-        check(theirs == ours, f"{field} of config", f"{ours}, as in the model", theirs)
+    _check_sizes(config, student_config(teacher, "attention", (), options), ("layer_types",))
     return options
+
+
+def _check_sizes(config: Any, other: PreTrainedConfig, fields: tuple[str, ...]) -> None:
+    """Raise ValueError unless a config has the same fields as one that the model has, or its student would have."""
+    for field in fields:
+        ours = head_dim(other) if field == "head_dim" else getattr(other, field)
+        theirs = getattr(config, field)
+        check(theirs == ours, f"{field} of config", f"{ours}, as in the model", theirs)
 
 
 def _read(text: str | Text | Tensor | None, model: PreTrainedModel, tokenizer: Any) -> Text:
     """The text as tokens."""
     if text is not None and not isinstance(text, str):
-        check_text(text)
+        check_text(text, "text", "a string, ")
         return Text.of(text)
+    if text is not None and is_file_name(text):
+        raise ValueError(
+            f"text must be the text itself, got {text!r}: is this a file? Then give Path({text!r}).read_text()"
+        )
     if tokenizer is None:
         name = model.name_or_path or ""
         where = "given, or text as tokens, for a model that was not loaded from a folder or the Hub"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_memory.evaluation.counts import check_counts
 from hf_memory.evaluation.estimates import Estimate, exp_of_mean
 from hf_memory.files.text import Text, check_length
-from hf_memory.modeling.any_model import check_model, in_eval_mode
+from hf_memory.modeling.any_model import check_model, check_pair, in_eval_mode
 from hf_memory.modeling.checks import check
 
 BUDGET = 2**16  # number of tokens that a measure reads by default
@@ -115,6 +115,7 @@ def _compared(
     student: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor, tell: Tell
 ) -> Tensor:
     """[N, 3, T - 1] for rows [N, T]: KL, top-1 agreement, and the student's loss minus the teacher's."""
+    check_pair(student, teacher)
     found = []
     for batch in _batches(rows, tell):
         parts = []

@@ -188,11 +188,13 @@ class TextFacts:
         num_tokens: number of tokens.
         largest: the largest token.
         share: the share of the tokens that are targets.
+        smallest: the smallest token.
     """
 
     num_tokens: int
     largest: int = 0
     share: float = 1.0
+    smallest: int = 0
 
     @classmethod
     def of(cls, tokens: "Text | Tensor | TextFacts") -> "TextFacts":
@@ -201,7 +203,10 @@ class TextFacts:
             return tokens
         text = Text.of(tokens)  # type: ignore[arg-type]
         text.check_files()
-        return cls(len(text), int(text.tokens.max()) if len(text) else 0, text.share)
+        if not len(text):
+            return cls(0)
+        smallest, largest = map(int, text.tokens.aminmax())
+        return cls(len(text), largest, text.share, smallest)
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -237,9 +242,11 @@ def check_tokens(
             than a window.
     """
     facts = TextFacts.of(tokens)
-    if facts.largest >= config.vocab_size:
+    last = config.vocab_size - 1
+    if not 0 <= facts.smallest <= facts.largest <= last:
+        given = facts.smallest if facts.smallest < 0 else facts.largest
         raise ValueError(
-            f"tokenizer must be the teacher's, which has {config.vocab_size} tokens, got token {facts.largest}"
+            f"tokens of the text must be from 0 to {last}, as the model's tokenizer has them, got {given}"
         )
     longest = max(lengths, default=1)
     positions = getattr(config, "max_position_embeddings", None)
@@ -250,8 +257,8 @@ def check_tokens(
     check_length(facts, longest)
 
 
-def check_text(tokens: Any) -> None:
-    """Raise ValueError unless a text is a Text, or a tensor [T] of whole numbers."""
+def check_text(tokens: Any, name: str = "tokens", otherwise: str = "") -> None:
+    """Raise ValueError unless a text is a Text, or a tensor [T] of whole numbers; `otherwise` says what else it is."""
     is_text = isinstance(tokens, Text | TextFacts)
     is_tensor = isinstance(tokens, Tensor) and tokens.ndim == 1 and not tokens.is_floating_point()
     if not (is_text or is_tensor):
@@ -260,7 +267,9 @@ def check_text(tokens: Any) -> None:
             if isinstance(tokens, Tensor)
             else type(tokens).__name__
         )
-        raise ValueError(f"tokens must be a Text or a tensor [T] of whole numbers, got {given}")
+        raise ValueError(
+            f"{name} must be {otherwise}a Text or a tensor [T] of whole numbers, got {given}"
+        )
 
 
 def check_weights(weights: Any, count: int) -> None:

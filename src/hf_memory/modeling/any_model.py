@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_memory.modeling.checks import check
 from hf_memory.ops.soft_cap import soft_capped
 
 COMMON_FIELDS = (  # of configs, with the same names in ours, in all teachers, and in what students are exported to
@@ -62,6 +63,15 @@ def check_config(name: str, config: Any) -> None:
     """Raise ValueError unless an argument is a config, and not its model."""
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(f"{name} must be a config, as model.config, got a {type(config).__name__}")
+
+
+def check_pair(student: Any, teacher: Any) -> None:
+    """Raise ValueError unless two arguments are models of one vocabulary, so that their predictions can be compared."""
+    check_model("student", student)
+    check_model("teacher", teacher)
+    own, others = (model.config.get_text_config().vocab_size for model in (student, teacher))
+    wanted = f"a model of its teacher's vocabulary of {others} tokens"
+    check(own == others, "student", wanted, own)
 
 
 @contextmanager

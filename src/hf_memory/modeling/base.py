@@ -41,7 +41,7 @@ from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.modeling.assisted import note_read, sequence_length
 from hf_memory.modeling.checks import check
 from hf_memory.modeling.chunks import read_in_chunks
-from hf_memory.modeling.configuration import MemoryConfig
+from hf_memory.modeling.configuration import MemoryConfig, own_options
 from hf_memory.modeling.hub import HubModel
 from hf_memory.modeling.packing import (
     PACKING,
@@ -255,6 +255,7 @@ class MemoryModel(MemoryPreTrainedModel):
             local = copy.copy(config)
             local.rope_parameters = config.local_rope_parameters
             self.local_rotary_emb = RotaryEmbedding(local)
+        self.option_names = own_options(config)
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
         self.rotates = any(
             getattr(layer.mixer, "sees_positions", True) and config.rotating_channels(i)
@@ -302,10 +303,11 @@ class MemoryModel(MemoryPreTrainedModel):
             **kwargs: passed to the mixers.
 
         Raises:
-            ValueError: if an argument has a wrong shape, or contradicts another.
+            ValueError: if an argument has a wrong shape, contradicts another, or is an option of the config.
         """
         if self.config.cache_bits != self.checked_bits:
             self._check_bits()
+        self._check_no_options(kwargs)
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if cache is not None:
             self._check_cache(cache, inputs_embeds.shape[0])
@@ -366,6 +368,13 @@ class MemoryModel(MemoryPreTrainedModel):
             cache if use_cache else None,
             **_own_losses(of_tokens, is_token(attention_mask, inputs_embeds.shape[1])),
         )
+
+    def _check_no_options(self, kwargs: dict[str, Any]) -> None:
+        """Refuse options of the config among the arguments of a call, where they would have no effect."""
+        for name in kwargs:
+            if name in self.option_names:
+                where = f"an option of the config, as from_pretrained(..., {name}=...) sets it"
+                raise ValueError(f"{name} must be {where}, got it in a forward pass")
 
     def _check_bits(self) -> None:
         """Refuse bits that caches of this model cannot have, since a dict in the config can be changed in place."""
@@ -567,7 +576,8 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
     def generate(self, *args, **kwargs):
         """The same as in transformers; `cache_bits` are those of the cache of this call, in place of the config's.
 
-        A cache that is given goes on in the bits in which it began.
+        They may also be given in the generation config, as all that transformers' `generate` takes. A cache that is
+        given goes on in the bits in which it began.
 
         Raises:
             ValueError: if there are two caches, or one of other bits, or the model cannot have the bits.
@@ -590,6 +600,8 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         prepare: Any = super()._prepare_cache_for_generation
         prepare(generation_config, model_kwargs, *args, **kwargs)
         bits = BITS_OF_CALL.get()
+        if bits is None and hasattr(generation_config, "cache_bits"):
+            bits = self.config.checked_bits(generation_config.cache_bits)
         cache = model_kwargs.get(CACHE)
         if isinstance(cache, Cache) and bits is not None:
             set_bits(cache, bits)

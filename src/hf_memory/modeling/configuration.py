@@ -367,3 +367,9 @@ class MemoryConfig(
         check_rope("rope_parameters", self.rope_parameters, self.head_dim)
         read_bits(self.cache_bits)
         super().validate_architecture()
+
+
+def own_options(config: MemoryConfig) -> frozenset[str]:
+    """The names of the options that a config has beside those of every config of transformers."""
+    fields = type(config).__dataclass_fields__
+    return frozenset(fields) - frozenset(PreTrainedConfig.__dataclass_fields__)

@@ -21,9 +21,9 @@ from hf_memory.conversion.stages.divergence import (
 from hf_memory.conversion.stages.fine_tuning import trained
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import TRAINING, StageTrainer, run_trainer
-from hf_memory.conversion.students.weights import shares_weights
+from hf_memory.conversion.students.weights import check_student, shares_weights
 from hf_memory.files.text import Text
-from hf_memory.modeling.any_model import check_model, head
+from hf_memory.modeling.any_model import head
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.checks import check
 from hf_memory.progress import History
@@ -123,8 +123,7 @@ def distill(
         seed: seed for the order of the windows, and for LoRA.
         run: checkpoints, progress reports and options of the Trainer.
     """
-    check_model("student", student)
-    check_model("teacher", teacher)
+    check_student(student, teacher)
     is_apart = not shares_weights(student, teacher)
     wanted = "one with weights of its own, as copy.deepcopy(student) has: training would change its teacher"
     check(is_apart, "student", wanted, "one that shares the teacher's")

@@ -16,8 +16,8 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import StageTrainer, only_these_learn, run_trainer
+from hf_memory.conversion.students.weights import check_student
 from hf_memory.files.text import Text
-from hf_memory.modeling.any_model import check_model
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.packing import packed_boundaries
 from hf_memory.progress import History
@@ -113,8 +113,7 @@ def attention_transfer(
     Returns:
         The losses, [{"step", "loss"}, ...].
     """
-    check_model("student", student)
-    check_model("teacher", teacher)
+    check_student(student, teacher)
     data = TokenWindows(tokens, schedule, seed)
     models = {"student": student, "teacher": teacher}
     with sharded_teacher(teacher.eval()) as teacher:

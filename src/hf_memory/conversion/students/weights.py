@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.teachers import find_teacher
+from hf_memory.modeling.any_model import check_pair
+from hf_memory.modeling.checks import check
+from hf_memory.modeling.configuration import MemoryConfig
 
 NEW_WEIGHTS = re.compile(  # names of weights that a teacher does not have
     r"model\.(layers\.\d+\.(mixer|mlp\.memory)|memory_values|embed_positions)\."
@@ -70,6 +73,13 @@ def share(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
             shared[key] = nn.Parameter(x, requires_grad=learns)
         setattr(student.get_submodule(place), own_name, shared[key])
     return weights
+
+
+def check_student(student: Any, teacher: Any) -> None:
+    """Raise ValueError unless an argument is a student that can learn from a teacher."""
+    check_pair(student, teacher)
+    is_student = isinstance(student.config, MemoryConfig)
+    check(is_student, "student", "one, as make_student makes", type(student).__name__)
 
 
 def shares_weights(student: nn.Module, teacher: nn.Module) -> bool:

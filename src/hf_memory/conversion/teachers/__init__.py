@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_memory.modeling.any_model import COMMON_FIELDS, head_dim
+from hf_memory.modeling.any_model import COMMON_FIELDS, check_model, head_dim
 from hf_memory.modeling.checks import check, check_type
+from hf_memory.modeling.configuration import MemoryConfig
 
 SHARED: tuple[str, ...] = (
     *COMMON_FIELDS,
@@ -152,6 +154,32 @@ def find_teacher(config: PreTrainedConfig, argument: str = "teacher") -> Teacher
     raise ValueError(
         f"{argument} must be one of {supported}, got a model of type {config.model_type!r}"
     )
+
+
+def check_config(argument: str, config: PreTrainedConfig) -> None:
+    """Raise ValueError unless a config is of a Transformer in TEACHERS; the model is an argument of this name."""
+    kind = config.model_type
+    is_student = isinstance(config, MemoryConfig)
+    check(not is_student, argument, "a Transformer: a student is not converted again", kind)
+    find_teacher(config, argument)
+
+
+def check_teacher(argument: str, model: Any) -> None:
+    """Raise ValueError unless an argument of this name is a whole teacher, without adapters."""
+    check_model(argument, model)
+    name = type(model).__name__
+    adapter = any(isinstance(x, BaseTunerLayer) for x in model.modules())
+    merged = "merge them first (`model = model.merge_and_unload()`)"
+    wanted = f"one without adapters: {merged}, or add them to the student"
+    check(not adapter, argument, wanted, name)
+    config: Any = getattr(model, "config", None)
+    is_config = isinstance(config, PreTrainedConfig)
+    check(is_config, argument, "a causal language model of transformers", name)
+    check_config(argument, config)
+    own_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    is_own = isinstance(model, own_class)
+    wanted = f"a {own_class.__name__}, which the student computes as it does"
+    check(is_own, argument, wanted, name)
 
 
 def shared_options(config: PreTrainedConfig) -> dict:
