@@ -23,8 +23,8 @@ COSTS = {  # of benchmarks/decode.py: label, colour
 MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
     "teacher in 8 bits": ("teacher in 8 bits", "black", (4, 9), "right"),
     "teacher in 4 bits": ("teacher in 4 bits", "black", (0, 10), "center"),
-    "default, 20 steps at 3e-5, seed 0": (
-        "default, 8 bits, earlier choice",
+    "default by head, 20 steps at 3e-5, seed 0": (
+        "default, 8 bits",
         "tab:orange",
         (0, 10),
         "center",
