@@ -99,10 +99,14 @@ def test_a_model_that_is_trained_from_scratch_reads_its_documents_apart(example)
     )
 
 
+@pytest.mark.filterwarnings("default:the text has more tokens than the model's max_position")
 def test_a_converted_model_reads_a_document_and_is_asked_later(example, teacher, text, capsys):
     example("convert_a_model", teacher, text, "student", "--steps", 2, "--length", 64)
     assert re.search(r"KL from the teacher: 0\.\d{3}", capsys.readouterr().out)
-    example("long_document", "student", "read", text, "memory.safetensors")
+    with pytest.warns(
+        UserWarning, match="more tokens than the model's max_position_embeddings=2048"
+    ):
+        example("long_document", "student", "read", text, "memory.safetensors")
     assert capsys.readouterr().out.startswith("4,000 tokens are ")
     example("long_document", "student", "ask", "memory.safetensors", "the")
     assert capsys.readouterr().out.strip()

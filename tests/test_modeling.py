@@ -305,7 +305,7 @@ def test_one_row_of_a_mask_or_of_positions_is_for_all_texts():
 
 @pytest.mark.parametrize(("tokens", "is_long"), [((8, 8), False), ((17,), True), ((9, 8), True)])
 def test_a_text_beyond_the_positions_is_read_with_a_warning(tokens, is_long):
-    model = make_model(CASE["attention-kept"], max_position_embeddings=16)
+    model = make_model(CASE["attention-kept"], max_position_embeddings=16).eval()
     cache = model.model.new_cache()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

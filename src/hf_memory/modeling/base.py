@@ -337,7 +337,7 @@ class MemoryModel(MemoryPreTrainedModel):
             position_ids = places if position_ids is None else position_ids
             kwargs |= flash_arguments(cu_seqlens)
         else:
-            if self.rotates:
+            if self.rotates and not self.training:
                 warn_beyond_positions(self.config, inputs_embeds, cache)
             if use_cache and cache is None:
                 cache = self.new_cache()
