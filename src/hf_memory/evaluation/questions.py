@@ -335,7 +335,7 @@ def _of_gym(dice: Random, room: int, name: str, **options) -> Question:
         from reasoning_gym import create_dataset
     except ImportError as error:
         raise ValueError(
-            f"reasoning needs reasoning-gym: pip install reasoning-gym, got {name}"
+            f"reasoning needs reasoning-gym for {name}: pip install 'hf_memory[reasoning]', or reasoning-gym alone"
         ) from error
     made = create_dataset(name, size=1, seed=dice.randrange(2**31), **options)
     entry = made[0]
