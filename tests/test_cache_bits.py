@@ -136,6 +136,7 @@ def test_a_cache_goes_on_in_the_bits_in_which_it_began(name):
 @pytest.mark.parametrize(
     ("bits", "named"),
     [
+        (0, r"cache_bits must be one of \(8, 4\) or None, or a dict of bits by kind, got 0"),
         (16, r"cache_bits must be one of \(8, 4\) or None, or a dict of bits by kind, got 16"),
         ({"window": 2}, "cache_bits of 'window' must be one of"),
         ({"attention": 8}, r"a dict with some of \['window', 'full_attention_heads'\]"),

@@ -368,6 +368,15 @@ def write_model(student, folder, files):
         (["chat", "STUDENT", "--memory", "."], "memory must be a file in a folder that exists"),
         (["fine-tune", "STUDENT", "--text", "", "--output", "OUT"], "text must"),
         (
+            ["fine-tune", "STUDENT", "--text", "a.txt", "--output", "OUT", "--training", "bf16"],
+            "training must look like name=value, got 'bf16'",
+        ),
+        (["export", "STUDENT", "--output", "OUT", "--to", "onnx"], "to must be one of 'auto', 'qw"),
+        (
+            ["export", "STUDENT", "--output", "."],
+            "output must be a folder that does not exist yet, got '.'",
+        ),
+        (
             ["info", "STUDENT", "--cache-bits", "3"],
             "cache_bits must be one of (8, 4) or None, or a dict of bits by kind, got 3",
         ),

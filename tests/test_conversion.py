@@ -447,6 +447,10 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
             r"fields of LinearTransformerConfig, got featuremap; did you mean feature_map\?",
         ),
         (
+            {"options": {"window_size": 64}},
+            r"fields of .*, got window_size; did you mean sliding_window\?",
+        ),
+        (
             {"options": {"model_type": "llama"}},
             "options must be fields of LinearTransformerConfig, got model_type",
         ),
@@ -747,7 +751,7 @@ def test_a_loss_is_of_targets_alone_and_every_window_has_one():
         (
             torch.ones(9999, dtype=torch.long),
             4096,
-            "length must be at most the teacher's 2048 positions, got 4096",
+            "length must be at most the model's 2048 positions, got 4096",
         ),
     ],
 )

@@ -112,6 +112,15 @@ def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
     assert [words for words in false if words in about] == []
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_card_tells_of_training_only_what_was_trained(steps):
+    stage = SCHEDULE._replace(steps=steps)
+    card = model_card(results_with(planned(transfer=NONE, distillation=stage), row_of(2.0))).content
+    assert "it has learnt" not in card
+    assert ("length of the training windows" in card) == bool(steps)
+    assert "\n![by length]" in card
+
+
 def row_of(recall, at=(256,), speed=2.0, low=None, high=None):
     """What was found of a model whose recall is this number, or these at each length."""
     recalls = recall if isinstance(recall, list) else [recall] * len(at)

@@ -394,6 +394,7 @@ def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):
     code, _, err = run("datastore", teacher, "--text", text, "--output", store)
     assert code == 2
     assert "which is not empty" in err
+    assert "--overwrite" not in err
     code, _, err = run("datastore", teacher, "--output", tmp_path / "other")
     assert code == 2
     assert "text must be given for a new datastore, or tune for an old one" in err

@@ -192,7 +192,7 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
             {"prompts": "/dev/null"},
             "prompts must be a file, not a pipe or a device, got the device /dev/null",
         ),
-        (["--lengths", "4096"], "length must be at most the teacher's 2048 positions, got 4096"),
+        (["--lengths", "4096"], "lengths must be at most the model's 2048 positions, got 4096"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(evaluate, flags, sentence):

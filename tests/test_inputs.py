@@ -294,8 +294,9 @@ def test_resolve_refuses_what_is_no_recipe_no_config_and_no_text():
     teacher = make_teacher("llama")
     assert resolve(STUDENT, teacher.config, TEXT).num_tokens == 512
     wrong = {
+        "teacher must be PreTrainedConfig, got LlamaForCausalLM": (STUDENT, teacher, TEXT),
+        "recipe must be Recipe, got LlamaConfig": (teacher.config, teacher.config, TEXT),
         "recipe must be Recipe": ({"to": "linear"}, teacher.config, TEXT),
-        "teacher must be PreTrainedConfig": (STUDENT, teacher, TEXT),
         "tokens must be a Text or a tensor [T] of whole numbers, got list": (
             STUDENT,
             teacher.config,

@@ -93,7 +93,7 @@ def datastore(
         raise ValueError("text must be given for a new datastore, or tune for an old one")
     made = None if text else Datastore(output)
     if made is None:
-        check_output(output)
+        check_output(output, overwrite=None)
     loaded, tokenizer = loading.load(model)
     with signs_of_life() as report:
 

@@ -164,7 +164,7 @@ def evaluate(
             )
             tokens = hold_out(tokens)[1] if flags.held_out else tokens
             for loaded, _ in models.values():
-                check_tokens(tokens, loaded.config, min(sizes))
+                check_tokens(tokens, loaded.config, min(sizes), name="lengths")
         settings = how | {
             x: getattr(flags, x) for x in ("lengths", "measure_tokens", "max_new_tokens")
         }

@@ -9,8 +9,9 @@ from hf_memory.cli.command import WHAT, WHERE
 from hf_memory.cli.options import found
 from hf_memory.cli.terminal import console, say_made
 from hf_memory.export import TARGETS, export_model
+from hf_memory.modeling.checks import check, check_word
 
-NAMES = ", ".join(target.name for target in TARGETS)
+NAMES = [target.name for target in TARGETS]
 
 
 def export(
@@ -19,7 +20,7 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help=f"Target architecture: {NAMES}, or auto: the first that represents the student exactly.",
+            help=f"Target architecture: {', '.join(NAMES)}, or auto: the first that represents the student exactly.",
             rich_help_panel=WHAT,
         ),
     ] = "auto",
@@ -32,6 +33,8 @@ def export(
 
     Example: hf-memory export student --output exported
     """
+    check_word("to", to, ("auto", *NAMES))
+    check(not output.exists(), "output", "a folder that does not exist yet", str(output))
     export = export_model(found(student), output, to, gguf=gguf)
     same = f"whose logits differ from the student's by {export.error:.0e} of the largest"
     console.out(f"{output}: {export.target.model_type}, {same}")

@@ -158,13 +158,16 @@ class TrainingFlags:
     config: Config = None
 
 
-def read_pairs(pairs: list[str] | None) -> dict:
-    """Parse name=value pairs; a value is a number, true, false, null, a list as [a, b], JSON in braces, or a string."""
+def read_pairs(pairs: list[str] | None, flag: str = "option") -> dict:
+    """Parse the name=value pairs of a flag.
+
+    A value is a number, true, false, null, a list as [a, b], JSON in braces, or a string.
+    """
     options = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"option must look like name=value, got {pair!r}")
+            raise ValueError(f"{flag} must look like name=value, got {pair!r}")
         options[name] = _value(value)
     return options
 
@@ -199,7 +202,7 @@ def set_cache_bits(config: PreTrainedConfig, words: str | None) -> None:
             f"cache_bits must not be given for a model of another package, got {words} for {config.model_type}"
         )
     is_pairs = "=" in words and not words.startswith("{")
-    bits = read_pairs(words.split(",")) if is_pairs else _value(words)
+    bits = read_pairs(words.split(","), "cache_bits") if is_pairs else _value(words)
     check_type("cache_bits", bits, int | dict[str, int | dict[str, int]])
     config.cache_bits = bits  # type: ignore[assignment]
     config.validate_architecture()

@@ -51,7 +51,7 @@ def request_of(
         sources,
         output,
         recipe,
-        Run(training.checkpoints, training=read_pairs(training.training)),
+        Run(training.checkpoints, training=read_pairs(training.training, "training")),
         weights=weights,
         max_tokens=training.max_tokens,
         assistant_only=training.assistant_only_loss,

@@ -250,8 +250,8 @@ HEADER = ("tokens", "model", "KL", "agreement", "perplexity", "ratio", "recall",
 RECALLED = 0.1  # part of the teacher's recall below which a student recalls nothing
 LEAST_RECALL = 0.1  # nats a token of the teacher, below which there is nothing to recall
 RATIO_BELOW = (
-    "A ratio of perplexities below one does not mean that the student is better than its teacher: it has learnt the "
-    "style of this text. KL and agreement say how near it is to its teacher."
+    "A ratio of perplexities below one does not mean that the student is better than its teacher: training teaches "
+    "it the style of the text. KL and agreement say how near it is to its teacher."
 )
 SPEED_HEADER = ("tokens", "model", "tokens/s read", "tokens/s written")
 

@@ -334,9 +334,7 @@ def _of_gym(dice: Random, room: int, name: str, **options) -> Question:
     try:
         from reasoning_gym import create_dataset
     except ImportError as error:
-        raise ValueError(
-            f"reasoning needs reasoning-gym: pip install reasoning-gym, got {name}"
-        ) from error
+        raise ValueError("reasoning needs reasoning-gym: pip install reasoning-gym") from error
     made = create_dataset(name, size=1, seed=dice.randrange(2**31), **options)
     entry = made[0]
     return Question(

@@ -202,7 +202,7 @@ def new_folder(path: Path, *, overwrite: bool = False, mark: str = RESULTS) -> I
 def check_output(
     path: Path,
     *,
-    overwrite: bool = False,
+    overwrite: bool | None = False,
     mark: str = RESULTS,
     beside: Mapping[str, Path | None] | None = None,
 ) -> None:
@@ -210,7 +210,7 @@ def check_output(
 
     Args:
         path: the folder.
-        overwrite: whether the result of an earlier run in it may be replaced.
+        overwrite: whether the result of an earlier run in it may be replaced; None: no option does that.
         mark: the file in it that shows that it is such a result.
         beside: other folders of the run by name; none of them may contain `path` or be inside it.
 
@@ -230,9 +230,8 @@ def check_output(
         raise ValueError(
             f"output must be a new folder or the result of an earlier run, got {path} with other files"
         )
-    raise ValueError(
-        f"output must be a new folder, got {path}, which is not empty; --overwrite replaces it"
-    )
+    advice = "" if overwrite is None else "; --overwrite replaces it"
+    raise ValueError(f"output must be a new folder, got {path}, which is not empty{advice}")
 
 
 def check_folder(name: str, path: Path) -> None:

@@ -228,7 +228,10 @@ def start_of(tokenizer) -> list[int]:
 
 
 def check_tokens(
-    tokens: Text | Tensor | TextFacts, config: PreTrainedConfig, *lengths: int
+    tokens: Text | Tensor | TextFacts,
+    config: PreTrainedConfig,
+    *lengths: int,
+    name: str = "length",
 ) -> None:
     """Check that a model can read windows of a text.
 
@@ -236,6 +239,7 @@ def check_tokens(
         tokens: the text, or what is known of it.
         config: the model's config.
         *lengths: lengths of the windows in tokens.
+        name: the argument that gives the lengths.
 
     Raises:
         ValueError: if a token has no embedding, a window is longer than the model's positions, or the text is shorter
@@ -251,9 +255,7 @@ def check_tokens(
     longest = max(lengths, default=1)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and longest > positions:
-        raise ValueError(
-            f"length must be at most the teacher's {positions} positions, got {longest}"
-        )
+        raise ValueError(f"{name} must be at most the model's {positions} positions, got {longest}")
     check_length(facts, longest)
 
 

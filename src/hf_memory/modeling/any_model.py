@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
+from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_memory.modeling.checks import check
+from hf_memory.modeling.checks import check, shown
 from hf_memory.ops.soft_cap import soft_capped
 
 COMMON_FIELDS = (  # of configs, with the same names in ours, in all teachers, and in what students are exported to
@@ -56,7 +57,9 @@ def check_model(name: str, model: Any) -> None:
     """Raise ValueError unless an argument is a model, and not the name of one."""
     if not isinstance(model, nn.Module):
         how = "load it first, as with AutoModelForCausalLM.from_pretrained"
-        raise ValueError(f"{name} must be a model, got {type(model).__name__} {model!r}: {how}")
+        is_name = isinstance(model, str | PathLike)
+        given = f"{type(model).__name__} {model!r}" if is_name else shown(model)
+        raise ValueError(f"{name} must be a model, got {given}: {how}")
 
 
 def check_config(name: str, config: Any) -> None:

@@ -1,13 +1,14 @@
 """Checks of the values in configs, which come from files and from the command line."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, get_args
 
 from huggingface_hub import dataclasses
 from huggingface_hub.dataclasses import type_validator
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from transformers import GenerationConfig
+from torch.nn import Module
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_memory.files.names import nearest
@@ -128,7 +129,13 @@ def strict(config: type) -> type:
 def check(is_right: bool, name: str, expected: str, given: Any) -> None:
     """Raise ValueError that says what was expected of a field and what was given, unless it is right."""
     if not is_right:
-        raise ValueError(f"{name} must be {expected}, got {given!r}")
+        raise ValueError(f"{name} must be {expected}, got {shown(given)}")
+
+
+def shown(given: Any) -> str:
+    """A value in an error message; a config or a model by its type alone, since the rest has hundreds of lines."""
+    is_long = isinstance(given, PreTrainedConfig | Module)
+    return type(given).__name__ if is_long else repr(given)
 
 
 def check_type(name: str, value: Any, expected: Any) -> None:
@@ -138,7 +145,7 @@ def check_type(name: str, value: Any, expected: Any) -> None:
     try:
         type_validator(name, value, expected)
     except (TypeError, StrictDataclassFieldValidationError) as error:
-        raise ValueError(f"{name} must be {_words(expected)}, got {value!r}") from error
+        raise ValueError(f"{name} must be {_words(expected)}, got {shown(value)}") from error
 
 
 def _words(annotation: Any) -> str:
@@ -186,11 +193,17 @@ def warn_unknown(config_class: type, names: Iterable[str]) -> None:
     for name in names:
         if name.startswith("_") or name in known or hasattr(config_class, name):
             continue
-        meant = f"; did you mean {ELSEWHERE[name]}?" if name in ELSEWHERE else nearest(name, own)
+        meant = suggested(name, own)
         warnings.warn(
             f"{config_class.__name__} has no option {name}, which has no effect{meant}",
             stacklevel=5,
         )
+
+
+def suggested(name: str, own: Collection[str]) -> str:
+    """The end of a sentence that asks which of a config's options was meant; empty if none is known."""
+    elsewhere = ELSEWHERE.get(name)
+    return f"; did you mean {elsewhere}?" if elsewhere in own else nearest(name, own)
 
 
 def check_numbers(values: dict[str, Any]) -> None:

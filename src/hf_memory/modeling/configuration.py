@@ -1,7 +1,6 @@
 """The base class of all configs."""
 
 import copy
-from dataclasses import fields
 from typing import Any, Self
 
 from transformers import PreTrainedConfig
@@ -234,10 +233,8 @@ class MemoryConfig(
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The fields that are not in configs of transformers, and are no tokens."""
-        names = {
-            field.name for field in fields(self)
-        } - PreTrainedConfig.__dataclass_fields__.keys()
+        """The fields that are not in configs of transformers, and are no tokens and no bits."""
+        names = own_options(self) - {"cache_bits"}
         return {name: getattr(self, name) for name in names if not name.endswith("_token_id")}
 
     @property

@@ -8,10 +8,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.cache import LAYER_TYPES
 from hf_memory.conversion.teachers import rotates_alike, shared_options, with_one_rope
-from hf_memory.files.names import nearest
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.any_model import layer_types
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.checks import suggested
 from hf_memory.modeling.configuration import MemoryConfig
 
 PREFIX = "hf_memory_"
@@ -143,9 +143,9 @@ def _check_options(family: Family, shared: Mapping, options: Mapping) -> None:
     inherited = set(PreTrainedConfig.__dataclass_fields__) - set(shared) - {"layer_types"}
     own = set(family.config.__dataclass_fields__) - inherited
     if unknown := sorted(set(options) - own):
-        suggested = nearest(unknown[0], own)
+        meant = suggested(unknown[0], own)
         raise ValueError(
-            f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}{suggested}"
+            f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}{meant}"
         )
     if "layer_types" in options:
         raise ValueError(
