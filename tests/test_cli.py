@@ -227,7 +227,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     code, out, err = run(*command, "--transfer", "length=4096")
     assert out == ""
     assert code == 2
-    assert "length must be at most the teacher's 2048 positions, got 4096" in err
+    assert "length must be at most the model's 2048 positions, got 4096" in err
     settings = "option: {cache_bits: {attention: 4}, sliding_window: 8}\nto: attention"
     (tmp_path / "settings.yaml").write_text(settings)
     code, out, err = run(*command, "--config", tmp_path / "settings.yaml", "--keep", "1/2")

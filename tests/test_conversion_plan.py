@@ -487,7 +487,7 @@ def test_windows_of_the_default_length_fit_teacher_and_text(positions, length):
     plan = resolve(Recipe(), teacher, text(3000))
     assert plan.recipe.distillation.length == min(2048, length)
     with pytest.raises(
-        ValueError, match=r"length must be at most the teacher's|at least one window"
+        ValueError, match=r"length must be at most the model's|at least one window"
     ):
         resolve(Recipe(distillation=Schedule.with_some(length=4000)), teacher, text(3000))
 

@@ -431,9 +431,10 @@ class MemoryMixer(Convertible, Projections):
     def check_cache(self, cache: Cache, layer_idx: int) -> None:
         """See `Projections.check_cache`."""
         layer = held_memory(cache, layer_idx)
-        for spec in self._specs.values():
-            if layer.spec is spec:  # it has read with the layer before
-                return
+        if not torch.compiler.is_compiling():  # a graph would be for this object alone
+            for spec in self._specs.values():
+                if layer.spec is spec:  # it has read with the layer before
+                    return
         layer.check(self.spec_in(layer.bits or self.default_bits), type(self).__name__)
 
     def catch_up(self, layer: MemoryLayer) -> None:

@@ -142,15 +142,16 @@ def _changes(p, o, v, meta: tl.constexpr):
 
     See `change_of_output` in policies.py, which says why.
     """
+    # of one entry at most, which the output is near to; a sum of one term is exact
+    is_near = p > 0.5
+    value = tl.dot(tl.cast(is_near, v.dtype), v, input_precision=meta.PRECISION)
+    difference = tl.cast(o, tl.float32) - value
+    nearest = tl.sum(difference * difference, 1)
     products = tl.dot(o, tl.trans(v), input_precision=meta.PRECISION)
     o = tl.cast(o, tl.float32)
     v = tl.cast(v, tl.float32)
     distances = tl.sum(o * o, 1)[:, None] - 2 * products + tl.sum(v * v, 1)[None, :]
-    # of one entry at most, which the output is near to
-    is_near = p > 0.5
-    value = tl.dot(tl.cast(is_near, v.dtype), v, input_precision="ieee")
-    difference = o - value
-    distances = tl.where(is_near, tl.sum(difference * difference, 1)[:, None], distances)
+    distances = tl.where(is_near, nearest[:, None], distances)
     odds = p / tl.maximum(1 - p, _LEAST_REST)
     return odds * odds * tl.maximum(distances, 0.0)
 
