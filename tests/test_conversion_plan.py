@@ -486,9 +486,7 @@ def test_windows_of_the_default_length_fit_teacher_and_text(positions, length):
     teacher.max_position_embeddings = positions
     plan = resolve(Recipe(), teacher, text(3000))
     assert plan.recipe.distillation.length == min(2048, length)
-    with pytest.raises(
-        ValueError, match=r"length must be at most the model's|at least one window"
-    ):
+    with pytest.raises(ValueError, match=r"length must be at most the model's|at least one window"):
         resolve(Recipe(distillation=Schedule.with_some(length=4000)), teacher, text(3000))
 
 
