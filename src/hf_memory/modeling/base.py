@@ -43,19 +43,21 @@ from hf_memory.modeling.checks import check
 from hf_memory.modeling.chunks import read_in_chunks
 from hf_memory.modeling.configuration import MemoryConfig, own_options
 from hf_memory.modeling.hub import HubModel
-from hf_memory.modeling.packing import (
-    PACKING,
-    are_finite,
+from hf_memory.modeling.inputs import (
     check_generate_inputs,
     check_ids,
     check_mask_length,
     check_positions,
     check_some_tokens,
+    warn_beyond_positions,
+)
+from hf_memory.modeling.packing import (
+    PACKING,
+    are_finite,
     default_positions,
     flash_arguments,
     packed_boundaries,
     packed_positions,
-    warn_beyond_positions,
 )
 from hf_memory.modeling.room import check_room
 from hf_memory.ops.layout import blank

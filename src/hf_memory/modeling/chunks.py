@@ -6,7 +6,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_memory.cache import branch, keep_all
-from hf_memory.modeling.packing import check_mask_length, packed_boundaries
+from hf_memory.modeling.inputs import check_mask_length
+from hf_memory.modeling.packing import packed_boundaries
 
 
 def read_in_chunks(

@@ -1,6 +1,5 @@
-"""What a batch may be; boundaries of packed sequences in it, and positions of tokens."""
+"""Boundaries of packed sequences in a batch, and positions of tokens."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -97,103 +96,6 @@ def flash_arguments(cu_seqlens: Tensor) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
     }
-
-
-def check_ids(input_ids: Any) -> None:
-    """Raise ValueError unless tokens are a tensor [B, T] with at least one."""
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
-        given = (
-            f"shape {tuple(input_ids.shape)}"
-            if isinstance(input_ids, Tensor)
-            else type(input_ids).__name__
-        )
-        raise ValueError(f"input_ids must be a tensor [B, T], a row for each text, got {given}")
-    check_some_tokens("input_ids", input_ids)
-
-
-def check_some_tokens(name: str, rows: Tensor) -> None:
-    """Raise ValueError unless rows [B, T, ...] have a token."""
-    if 0 in rows.shape:
-        raise ValueError(
-            f"{name} must have at least one row and one token, got shape {tuple(rows.shape[:2])}"
-        )
-
-
-def check_mask_length(inputs_embeds: Tensor, attention_mask, cache: Cache | None) -> None:
-    """Raise ValueError unless an attention_mask of two dimensions covers the tokens of the past and the new ones.
-
-    Its rows are those of the tokens, or one for all of them.
-    """
-    check_mask_type(attention_mask)
-    if (
-        not isinstance(attention_mask, Tensor)
-        or attention_mask.ndim != 2
-        or is_tracing(attention_mask)
-    ):
-        return
-    B, T = inputs_embeds.shape[:2]
-    rows, length = attention_mask.shape
-    past = 0 if cache is None else int(cache.get_seq_length())
-    if length != past + T or rows not in (1, B):
-        raise ValueError(
-            f"attention_mask must be [B, past + T], [{B}, {past + T}] for {past} tokens in the cache and {T} new ones, "
-            f"got shape {tuple(attention_mask.shape)}"
-        )
-
-
-def check_generate_inputs(name: str, rows: Any, attention_mask: Any) -> None:
-    """Raise ValueError unless a call of `generate` has a token in each row, and a mask of as many rows, or of one.
-
-    transformers drops a mask of ones before a forward pass could see it, but not the positions that it counts.
-    """
-    check_mask_type(attention_mask)
-    if not isinstance(rows, Tensor):
-        return
-    check_some_tokens(name, rows)
-    is_plain = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-    if is_plain and len(attention_mask) not in (1, len(rows)):
-        raise ValueError(
-            f"attention_mask must have a row for each text, [{len(rows)}, ...], got shape {tuple(attention_mask.shape)}"
-        )
-
-
-def check_positions(inputs_embeds: Tensor, position_ids: Tensor | None) -> None:
-    """Raise ValueError unless positions are those of the new tokens, in one row for all or in a row for each."""
-    if position_ids is None or is_tracing(position_ids):
-        return
-    B, T = inputs_embeds.shape[:2]
-    if tuple(position_ids.shape) not in ((1, T), (B, T)):
-        raise ValueError(
-            f"position_ids must be [1 or B, T], [{B}, {T}], got shape {tuple(position_ids.shape)}"
-        )
-
-
-def warn_beyond_positions(config: Any, inputs_embeds: Tensor, cache: Cache | None) -> None:
-    """Warn, once, where a text is read that is longer than the positions with which a model was trained.
-
-    A token that is decoded alone is not looked at: `generate` of transformers says it, and a static cache has its
-    length on the GPU.
-    """
-    T = inputs_embeds.shape[1]
-    if T == 1 or is_tracing(inputs_embeds):
-        return
-    past = 0 if cache is None else int(cache.get_seq_length())
-    most = config.max_position_embeddings
-    if past + T > most:
-        warnings.warn(
-            f"the text has more tokens than the model's max_position_embeddings={most}, for which it was trained: it "
-            "is read, but how good predictions are beyond them is unknown",
-            stacklevel=2,
-        )
-
-
-def check_mask_type(attention_mask: Any) -> None:
-    """Raise ValueError unless a mask is a tensor, or a dict with one for each layer type, or None."""
-    if not (attention_mask is None or isinstance(attention_mask, Tensor | dict)):
-        raise ValueError(
-            "attention_mask must be a tensor [B, past + T], zero at padding, or a dict with one for each layer type, "
-            f"got {type(attention_mask).__name__}"
-        )
 
 
 def packed_positions(cu_seqlens: Tensor, inputs_embeds: Tensor) -> Tensor:

@@ -68,6 +68,11 @@ def check_inputs(
     return Dims(B, T, H, v.shape[2], K, v.shape[3], N)
 
 
+def shape_or_type(x: Any) -> str:
+    """What was given in place of some tensor, for a message: the shape of another one, or a type."""
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
 def check_is_tensor(name: str, x: Any) -> None:
     """Raise ValueError unless `x` is a tensor of torch, and not an array or a list."""
     if not isinstance(x, Tensor):

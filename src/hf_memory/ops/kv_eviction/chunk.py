@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.gate_channels import GateChannels
+from hf_memory.ops.inputs import shape_or_type
 from hf_memory.ops.kv_eviction.policies import Block, EvictionPolicy
 from hf_memory.ops.precision import upcast, with_bfloat16_products
 from hf_memory.ops.soft_cap import soft_capped
@@ -42,12 +43,10 @@ class Rule(NamedTuple):
         worth = self.policy(block)
         shape = block.score.shape
         if not isinstance(worth, Tensor) or worth.shape != shape:
-            given = (
-                f"shape {tuple(worth.shape)}" if isinstance(worth, Tensor) else type(worth).__name__
-            )
             name = getattr(self.policy, "__qualname__", self.policy)
             raise ValueError(
-                f"eviction policy {name} must return a tensor [B, H, n], {tuple(shape)} for this block, got {given}"
+                f"eviction policy {name} must return a tensor [B, H, n], {tuple(shape)} for this block, got "
+                f"{shape_or_type(worth)}"
             )
         return worth.to(block.score.dtype)
 
