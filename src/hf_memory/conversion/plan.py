@@ -35,7 +35,7 @@ from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import is_exact
 from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.conversion.students.weights import carry_over
-from hf_memory.conversion.teachers import check_config
+from hf_memory.conversion.teachers import check_teacher_config
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
 from hf_memory.files.folders import check_folder, check_output, check_room, size_of
 from hf_memory.files.text import ANY_TEXT, Text, TextFacts, check_text, check_tokens
@@ -278,7 +278,7 @@ def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
 
 
 def _check_models(recipe: Recipe, teacher: PreTrainedConfig) -> None:
-    check_config("teacher", teacher)
+    check_teacher_config("teacher", teacher)
     if recipe.teacher_bits is not None:
         check_bits(recipe.teacher_bits)
 

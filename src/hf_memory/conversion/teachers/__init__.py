@@ -156,7 +156,7 @@ def find_teacher(config: PreTrainedConfig, argument: str = "teacher") -> Teacher
     )
 
 
-def check_config(argument: str, config: PreTrainedConfig) -> None:
+def check_teacher_config(argument: str, config: PreTrainedConfig) -> None:
     """Raise ValueError unless a config is of a Transformer in TEACHERS; the model is an argument of this name."""
     kind = config.model_type
     is_student = isinstance(config, MemoryConfig)
@@ -175,7 +175,7 @@ def check_teacher(argument: str, model: Any) -> None:
     config: Any = getattr(model, "config", None)
     is_config = isinstance(config, PreTrainedConfig)
     check(is_config, argument, "a causal language model of transformers", name)
-    check_config(argument, config)
+    check_teacher_config(argument, config)
     own_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     is_own = isinstance(model, own_class)
     wanted = f"a {own_class.__name__}, which the student computes as it does"
