@@ -80,6 +80,16 @@ def assert_reads_pieces(student, tokens):
     assert_close(torch.cat(pieces, 1), in_float64(student)(tokens).logits, student(tokens).logits)
 
 
+def student_with_positions(teacher, to, options, positions, tokens):
+    """One of a teacher with LongRoPE, which predicts these tokens as its teacher does."""
+    student = make_student(teacher, to, **options, max_position_embeddings=positions)
+    carry_over(student, teacher)
+    assert student.config.max_position_embeddings == positions
+    expected = teacher(tokens).logits
+    assert_close(expected, in_float64(student)(tokens).logits, student(tokens).logits)
+    return student
+
+
 @pytest.mark.filterwarnings("ignore:the text has more tokens")
 @pytest.mark.parametrize("positions", [24, 96])
 @pytest.mark.parametrize(("to", "options"), LONG_ROPE_STUDENTS)
@@ -88,12 +98,7 @@ def test_a_student_of_a_teacher_with_long_rope_has_its_angles_up_to_where_they_c
     to, options, positions
 ):
     teacher = with_long_rope(positions)
-    student = make_student(teacher, to, **options, max_position_embeddings=24)
-    carry_over(student, teacher)
-    assert student.config.max_position_embeddings == 24
-    tokens = random_tokens(2, 24)
-    expected = teacher(tokens).logits
-    assert_close(expected, in_float64(student)(tokens).logits, student(tokens).logits)
+    student = student_with_positions(teacher, to, options, 24, random_tokens(2, 24))
     assert_reads_pieces(student, random_tokens(1, 40))
 
 
@@ -105,12 +110,8 @@ def test_a_student_with_more_positions_has_the_angles_of_its_teacher_in_longer_t
     to, options, positions
 ):
     teacher = with_long_rope(96)
-    student = make_student(teacher, to, **options, max_position_embeddings=positions)
-    carry_over(student, teacher)
-    assert student.config.max_position_embeddings == positions
     tokens = random_tokens(2, 40)
-    expected = teacher(tokens).logits
-    assert_close(expected, in_float64(student)(tokens).logits, student(tokens).logits)
+    student = student_with_positions(teacher, to, options, positions, tokens)
     assert_reads_pieces(student, tokens)
     assert is_exact(student.config, teacher.config, 25)
     assert not is_exact(student.config, teacher.config, 24)
