@@ -1,7 +1,8 @@
-"""Compiled code for rows in 8 bits on a CPU computes what PyTorch computes."""
+"""Compiled code for rows in few bits on a CPU computes what PyTorch computes."""
 
 import subprocess
 import warnings
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from cases import CASE, make_model, random_tokens
 from comparing import assert_close, in_float64
-from hf_memory.cache_bits import CacheBits
+from hf_memory.cache_bits import CacheBits, read_bits
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts.kept import Kept
+from hf_memory.mixers.pasts.kept import Kept, empty_states
 from hf_memory.mixers.pasts.kept_by_head import KeptByHead
 from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.positions import Positions
@@ -27,7 +28,20 @@ from hf_memory.ops.rows import Rows
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="there is no C++ compiler")
 IN_BYTES = Rows(8, 8)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-channels = pytest.mark.parametrize("D", [6, 64, 80, 128])
+channels_and_bits = pytest.mark.parametrize(
+    ("D", "bits"),
+    [
+        (6, (8, 8)),
+        (64, (8, 8)),
+        (64, (8, 4)),
+        (64, (4, 8)),
+        (80, (8, 8)),
+        (96, (4, 4)),
+        (128, (8, 4)),
+    ],
+    ids=str,
+)
+key_and_value_bits = pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)], ids=str)
 EQUAL = Kept(window=6, first=2, kept=7, block=5, groups=3)
 
 
@@ -53,19 +67,21 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@channels
+@pytest.mark.parametrize(("D", "bits"), [(6, 8), (64, 8), (80, 8), (64, 4), (96, 4), (128, 4)])
 @both_dtypes
-def test_rows_are_packed_in_the_same_bytes(dtype, D, in_pytorch):
-    x = randn(3, 40, D).to(dtype)
+def test_rows_are_packed_in_the_same_bytes(dtype, D, bits, in_pytorch):
+    x = randn(4, 40, D).to(dtype)
     x[0] *= 1e-30
-    assert (pack(x, 8) == in_pytorch(lambda: pack(x, 8))).all()
+    x[1] = 0
+    assert (pack(x, bits) == in_pytorch(lambda: pack(x, bits))).all()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])
-def test_a_row_with_a_number_that_is_not_finite_has_none_that_is(number):
+def test_a_row_with_a_number_that_is_not_finite_has_none_that_is(number, bits):
     x = randn(3, 64)
     x[1, 3] = number
-    found = unpack(pack(x, 8), 64, 8, torch.float32).isfinite()
+    found = unpack(pack(x, bits), 64, bits, torch.float32).isfinite()
     assert found.any(1).tolist() == [True, False, True]
 
 
@@ -93,16 +109,17 @@ def test_one_token_is_rotated_as_by_pytorch(rows, channels, dtype, in_pytorch):
         torch.testing.assert_close(x, y)
 
 
-@channels
+@channels_and_bits
 @both_dtypes
 @pytest.mark.parametrize("sizes", [None, (3, 29, 8)], ids=["alike", "in turn"])
-def test_attention_is_that_of_the_definition(sizes, dtype, D):
+def test_attention_is_that_of_the_definition(sizes, dtype, D, bits):
     H, G = (1, 15) if sizes else (3, 5)
     q = randn(2, H, G, D).to(dtype)
-    keys, values = IN_BYTES.stored(*randn(2, 2, H, 40, D, seed=1))
+    rows = Rows(*bits)
+    keys, values = rows.stored(*randn(2, 2, H, 40, D, seed=1))
     visible = randn(2, H, 40, seed=2) < 0.5
     visible[1, 0, :3] = False
-    how = {"rows": IN_BYTES, "scale": 0.3, "softcap": 2.0, "sizes": sizes}
+    how = {"rows": rows, "scale": 0.3, "softcap": 2.0, "sizes": sizes}
     definition = how | {"backend": "reference"}
     exact = attention_in_bits(q.double(), keys, values, visible, **definition)
     rounded = attention_in_bits(q, keys, values, visible, **definition)
@@ -139,19 +156,19 @@ def test_large_values_are_averaged_and_their_sum_may_be_none(dtype):
     torch.testing.assert_close(o[..., 0].float(), torch.full((1, 1, 5), 1e38), rtol=1e-2, atol=0)
 
 
-def empty(past, rows, D, dtype):
+def of_bits(bits):
+    """Those of keys and values of a window."""
+    return read_bits({"window": dict(zip(("keys", "values"), bits))})
+
+
+def empty(past, rows, D, dtype, bits=(8, 8)):
     """The states before the first token."""
-    states = {}
-    for name, state in past.spec(3, D, D).items():
-        shape = state.stored(CacheBits(of_all_rows=8)).shape
-        kind = torch.uint8 if name in ("keys", "values") else state.dtype or dtype
-        states[name] = torch.zeros(rows, *shape, dtype=kind)
-    return states
+    return empty_states(past.spec(3, D, D), torch.empty(rows, 0, dtype=dtype), of_bits(bits))
 
 
-def read(past, lengths, D, dtype, scores, is_apart):
+def read(past, lengths, D, dtype, bits, scores, is_apart):
     """Outputs of tokens after others, and the states at last, of rows that have read so many before."""
-    states = empty(past, len(lengths), D, dtype)
+    states = empty(past, len(lengths), D, dtype, bits)
     outputs = []
     for step in range(23):
         q = randn(len(lengths), 1, 3, 3, D, seed=step).to(dtype)
@@ -164,7 +181,7 @@ def read(past, lengths, D, dtype, scores, is_apart):
             None,
             given,
             uniform_length=before if is_apart else before[0],
-            bits=CacheBits(of_all_rows=8),
+            bits=of_bits(bits),
         )
         reader = past.reader(q, context, scores, slice(0, 3, 1))
         if reader is not None:
@@ -178,16 +195,19 @@ def read(past, lengths, D, dtype, scores, is_apart):
 
 
 @both_dtypes
+@key_and_value_bits
 @pytest.mark.parametrize("policy", cpu.POLICIES)
 @pytest.mark.parametrize("softcap", [None, 0.2])
 @pytest.mark.parametrize("numbers", [None, (7, 3, 3)], ids=["equal", "by head"])
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 3, 7]], ids=str)
-def test_one_token_is_read_as_by_operations(lengths, numbers, softcap, policy, dtype, in_pytorch):
+def test_one_token_is_read_as_by_operations(
+    lengths, numbers, softcap, policy, bits, dtype, in_pytorch
+):
     """Blocks of five tokens end; what stays after them is the same."""
     past: Any = EQUAL._replace(policy=policy)
     if numbers is not None:
         past = KeptByHead.of(past, numbers)
-    given = past, lengths, 64, dtype, Scores(0.03, softcap), len({*lengths}) > 1
+    given = past, lengths, 64, dtype, bits, Scores(0.03, softcap), len({*lengths}) > 1
     o, states = read(*given)
     expected, others = in_pytorch(lambda: read(*given))
     for name in ("keys", "values", "number", "queries"):
@@ -195,6 +215,47 @@ def test_one_token_is_read_as_by_operations(lengths, numbers, softcap, policy, d
     torch.testing.assert_close(states["score"], others["score"], rtol=1e-3, atol=1e-4)
     exact = dtype == torch.float32
     torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5 if exact else 2e-2)
+
+
+def pieces_of(count, piece):
+    """How many tokens each call reads."""
+    return [min(piece, count - start) for start in range(0, count, piece)]
+
+
+@both_dtypes
+@key_and_value_bits
+@pytest.mark.parametrize("policy", cpu.POLICIES)
+@pytest.mark.parametrize("piece", [2, 5, 8, 23])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_tokens_are_read_as_one_after_the_other(
+    threads, piece, policy, bits, dtype, monkeypatch
+):
+    """Also where rows have read different numbers of tokens, and where the last tokens of a row are padding."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    past: Any = KeptByHead.of(EQUAL._replace(policy=policy), (7, 3, 3))
+    before, counts, T = [0, 3, 7], [23, 17, 20], 23
+    q = randn(3, T, 3, 3, 64).to(dtype)
+    k, v = randn(2, 3, T, 3, 64, seed=1).to(dtype)
+    found = []
+    for sizes in ([1] * T, pieces_of(T, piece)):
+        states = empty(past, 3, 64, dtype, bits)
+        context = Context(None, None, None, states, bits=of_bits(bits))
+        reader = past.reader(q, context, Scores(0.03), slice(0, 3, 1))
+        o = torch.zeros_like(q)
+        reader(*(x[:, :7] for x in (q, k, v)), (0, 0, 0), o[:, :7].clone(), tuple(before))
+        for start, size in zip(accumulate([0, *sizes]), sizes):
+            there = tuple(max(0, min(size, count - start)) for count in counts)
+            read = tuple(x + min(start, count) for x, count in zip(before, counts))
+            of_piece = o[:, start : start + size].clone()
+            reader(*(x[:, start : start + size] for x in (q, k, v)), read, of_piece, there)
+            o[:, start : start + size] = of_piece
+        found.append((o, states))
+    (expected, others), (o, states) = found
+    for name in ("keys", "values", "number", "queries"):
+        assert (states[name] == others[name]).all(), name
+    torch.testing.assert_close(states["score"], others["score"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(o, expected)
+    assert not o[1, 17:].any()
 
 
 @pytest.mark.parametrize("kind", ["static", "padded"])
@@ -224,7 +285,7 @@ def test_caches_whose_rows_differ_are_read_as_by_operations(kind, in_pytorch, mo
     run = cpu.TokenReader.__call__
     monkeypatch.setattr(cpu.TokenReader, "__call__", lambda *args: calls.append(run(*args)))
     torch.testing.assert_close(read(), expected, rtol=1e-3, atol=1e-4)
-    assert len(calls) == 2 * 22
+    assert len(calls) == 2 * 23
 
 
 def test_other_arguments_are_read_by_operations():

@@ -294,7 +294,7 @@ class WindowedMixer(MemoryMixer):
     def reader(
         self, part: Part, q: Tensor, context: Context
     ) -> TokenReader | TokenReaderInGraph | None:
-        """What reads one token of each row for a part, queries q [B, 1, H, groups, D]; see `Kept.reader`."""
+        """What reads tokens of each row for a part, queries q [B, T, H, groups, D]; see `Kept.reader`."""
         past = part.past
         is_alone = self.far is None and self.sinks is None and len(part.slices) < 2
         if not is_alone or not isinstance(past, Kept | KeptByHead):

@@ -115,8 +115,8 @@ def group_matrix(channels: int, like: Tensor) -> Tensor:
 
 
 def _pack(x: Tensor, bits: int) -> Tensor:
-    if bits == 8 and cpu.takes_rows(x):
-        return cpu.pack(x)
+    if cpu.takes_rows(x, bits):
+        return cpu.pack(x, bits)
     # in float64, whose sums round to the same codes whatever their order
     return PACKING[bits](rotated(x.double()))
 

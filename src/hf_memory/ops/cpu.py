@@ -1,8 +1,8 @@
 """Compiled code for a CPU, `cpu.cpp`, which is used where there is a C++ compiler.
 
-It is compiled when it is first needed, in two seconds, and kept in the user's cache for later processes. PyTorch has no
-operation for rows in 8 bits: there, codes become numbers in memory before they are multiplied. A norm and a rotation of
-one token are several of its operations, which take longer than what they compute.
+It is compiled when it is first needed, in a few seconds, and kept in the user's cache for later processes. PyTorch has
+no operation for rows in few bits: there, codes become numbers in memory before they are multiplied. A norm and a
+rotation of one token are several of its operations, which take longer than what they compute.
 """
 
 import ctypes
@@ -24,15 +24,14 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # sums in any order, which vectors need; numbers that are not finite stay so
-FLAGS = "-std=c++17 -O3 -shared -fPIC -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
+FLAGS = "-std=c++17 -O3 -shared -fPIC -pthread -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
 OF_PROCESSOR = {  # by the name of PyTorch for what its own code uses
     "AVX2": "-mavx2 -mfma",
     "AVX512": "-mavx2 -mfma -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512",
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 WIDEST = 256  # channels of a head
-SCALE = 2  # bytes of the scale of a row
-LONGEST_ALIKE = 6  # bytes of a row that has as many in 4 bits
+GROUP = 32  # channels that share a scale in 4 bits
 POLICIES = ("received_attention", "change_of_output")  # of kept tokens
 
 _LONG = ctypes.c_int64
@@ -42,20 +41,20 @@ _POINTER = ctypes.c_void_p
 ARGUMENTS = {  # types of those of each function
     "rms_norm": [_LONG, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER],
     "turn": [*(_LONG, _LONG, _INT, _INT), *(_POINTER, _POINTER, _POINTER), *(_LONG, _POINTER)],
-    "pack": [_LONG, _INT, _POINTER, _POINTER],
+    "pack": [_LONG, _INT, _INT, _POINTER, _POINTER],
     "attend": [
         *(_LONG, _LONG, _INT, _INT),
-        *(_POINTER, _POINTER, _POINTER, _LONG),
-        *(_POINTER, _POINTER, _LONG),
+        *[_POINTER, _LONG, _INT] * 2,
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),
         *(_POINTER, _LONG, _LONG),
         *(_FLOAT, _FLOAT, _POINTER, _POINTER),
     ],
-    "read_token": [
+    "read_tokens": [
         *(_LONG, _LONG, _INT, _INT),
-        *(_INT, _INT, _INT, _INT, _FLOAT, _FLOAT),
-        *(_POINTER, _POINTER, _POINTER),
-        *[_POINTER, _LONG, _LONG] * 3,
-        _POINTER,
+        *[_INT] * 7,
+        *(_FLOAT, _FLOAT),
+        *(_POINTER, _POINTER, _POINTER, _POINTER),
+        *[_POINTER, _LONG, _LONG, _LONG] * 4,
     ],
 }
 
@@ -123,10 +122,12 @@ def runs(x: Tensor, in_graphs: bool = False) -> bool:
     )
 
 
-def takes_rows(x: Tensor, in_graphs: bool = False) -> bool:
-    """Whether compiled code packs and reads rows x [..., D]."""
+def takes_rows(x: Tensor, *bits: int | None, in_graphs: bool = False) -> bool:
+    """Whether compiled code writes and reads rows x [..., D] in each of these bits; None: as they are."""
     D = x.shape[-1]
-    return D % 2 == 0 and D <= WIDEST and runs(x, in_graphs)
+    divisors = {8: 2, 4: GROUP, None: 1}
+    has_rows = D <= WIDEST and all(D % divisors[each] == 0 for each in bits)
+    return has_rows and runs(x, in_graphs)
 
 
 @torch.compiler.assume_constant_result
@@ -161,13 +162,18 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def pack(x: Tensor) -> Tensor:
-    """See `hf_memory.ops.bits.pack`, in 8 bits."""
+def packed_bytes(channels: int, bits: int) -> int:
+    """See `hf_memory.ops.bits`."""
+    return 2 + channels if bits == 8 else 4 * (channels // GROUP) + channels // 2
+
+
+def pack(x: Tensor, bits: int) -> Tensor:
+    """See `hf_memory.ops.bits.pack`."""
     D = x.shape[-1]
     x = x.contiguous()
-    packed = x.new_empty((*x.shape[:-1], SCALE + D), dtype=torch.uint8)
+    packed = x.new_empty((*x.shape[:-1], packed_bytes(D, bits)), dtype=torch.uint8)
     run = getattr(library(), f"pack_{DTYPES[x.dtype]}")
-    run(x.numel() // D, D, x.data_ptr(), packed.data_ptr())
+    run(x.numel() // D, D, bits, x.data_ptr(), packed.data_ptr())
     return packed
 
 
@@ -176,18 +182,18 @@ def attention(
     keys: Tensor | Sequence[Tensor],
     values: Tensor | Sequence[Tensor],
     visible: Tensor | None,
+    bits: tuple[int, int],
     sizes: tuple[int, ...] | None,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `hf_memory.ops.attention_in_bits`, in 8 bits."""
+    """See `hf_memory.ops.attention_in_bits`; `bits` are those of keys and of values."""
     B, H, G, D = q.shape
     of_row, of_head, of_group, of_channel = q.stride()
     if of_channel != 1 or of_group != D:
         q = q.contiguous()
         of_row, of_head, *_ = q.stride()
-    keys, values = _laid_alike(keys, values)
-    *_, of_head_of_keys, of_entry, _ = (keys if isinstance(keys, Tensor) else keys[0]).stride()
+    held = _laid_alike(keys), _laid_alike(values)
     seen = None
     of_seen_row = of_seen_head = 0
     if visible is not None:
@@ -195,11 +201,16 @@ def attention(
         visible = visible if visible.stride(2) == 1 else visible.contiguous()
         seen = visible.data_ptr()
         of_seen_row, of_seen_head, _ = visible.stride()
+    rows = []
+    for x, of_bits in zip(held, bits):
+        *_, of_head_of_rows, of_entry, _ = (x if isinstance(x, Tensor) else x[0]).stride()
+        first = _alike(H, of_head_of_rows) if sizes is None else _in_turn(sizes, of_entry)
+        rows += [first, of_entry, of_bits]
     if sizes is None:
-        S = (keys if isinstance(keys, Tensor) else keys[0]).shape[-2]
-        places = _alike(H, S, of_head_of_keys, of_seen_head)
+        S = (held[0] if isinstance(held[0], Tensor) else held[0][0]).shape[-2]
+        rows += [_longs((S,) * H), _alike(H, of_seen_head)]
     else:
-        places = _in_turn(sizes, of_entry)
+        rows += [_longs(sizes), _in_turn(sizes, 1)]
         H = len(sizes)
         G //= H
         of_head = G * D
@@ -207,18 +218,17 @@ def attention(
     mass = q.new_empty(q.shape[:3], dtype=torch.float32)
     run = getattr(library(), f"attend_{DTYPES[q.dtype]}")
     run(
-        *(B, H, G, D),
-        *(*places, of_entry),
-        *(_addresses([keys, values]), seen, of_seen_row),
+        *(B, H, G, D, *rows),
+        *(_addresses(held), seen, of_seen_row),
         *(q.data_ptr(), of_row, of_head),
         *(scale, softcap, o.data_ptr(), mass.data_ptr()),
     )
     return o, mass
 
 
-def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
-    """Whether a `TokenReader` takes these states, and queries q [..., D]."""
-    if policy not in POLICIES or not takes_rows(q, in_graphs=True):
+def reads_tokens(held: Sequence[Any], q: Tensor, bits: Sequence[int | None], policy: str) -> bool:
+    """Whether a `TokenReader` takes these states, with keys and values in these bits, and queries q [..., D]."""
+    if policy not in POLICIES or not takes_rows(q, *bits, in_graphs=True):
         return False
     for state in held:
         for x in [state] if isinstance(state, Tensor) else state:
@@ -226,17 +236,16 @@ def reads_token(held: Sequence[Any], q: Tensor, policy: str) -> bool:
                 return False
     is_whole = isinstance(held[0], Tensor)
     keys, values, *_, queries = held if is_whole else next(zip(*held))
-    in_bytes = SCALE + q.shape[-1]
-    return (
-        keys.dtype == values.dtype == torch.uint8
-        and keys.shape[-1] == values.shape[-1] == in_bytes
-        and in_bytes > LONGEST_ALIKE
-        and queries.dtype == q.dtype
-    )
+    D = q.shape[-1]
+    sizes = [
+        (D, q.dtype) if each is None else (packed_bytes(D, each), torch.uint8) for each in bits
+    ]
+    are_rows = [(x.shape[-1], x.dtype) for x in (keys, values)] == sizes
+    return are_rows and queries.dtype == q.dtype
 
 
 class TokenReader:
-    """Writes one token of each row among kept tokens in 8 bits, reads them, and ends the block that ends, in place.
+    """Writes new tokens of each row among kept tokens, reads them, and ends blocks, in place.
 
     It can be called for each token of the same rows, as long as their states stay where they are.
 
@@ -244,6 +253,7 @@ class TokenReader:
         held: keys, values, numbers, scores and queries, as `hf_memory.mixers.pasts.kept` has them: the entries of all
             heads in turn, in a tensor with a row for each sequence, or a list of rows anywhere in memory.
         sizes: the number of entries of each head.
+        bits: those of keys and of values, 8 or 4 each; None: they are numbers as they are.
         first: how many first tokens always stay.
         window: how many last tokens always stay.
         policy: one of `POLICIES`, by which others stay.
@@ -257,6 +267,7 @@ class TokenReader:
         held: Sequence[Any],
         sizes: tuple[int, ...],
         *,
+        bits: Sequence[int | None],
         first: int,
         window: int,
         policy: str,
@@ -270,57 +281,74 @@ class TokenReader:
         self.channels = D
         self.first_head = among.start
         self.step = among.step
-        self.run = getattr(library(), f"read_token_{DTYPES[queries.dtype]}")
+        self.run = getattr(library(), f"read_tokens_{DTYPES[queries.dtype]}")
         held_rows = _addresses(held)
-        self.given = (
-            *(len(held_rows) // len(held), H, queries.shape[1] // H, D),
-            *(c, first, window, policy == "change_of_output", scale, softcap or 0.0),
-            *(_longs(sizes), held_rows),
-        )
+        self.sizes = len(held_rows) // len(held), H, queries.shape[1] // H, D
+        stored = [each or 8 * queries.itemsize for each in bits]
+        self.rule = c, *stored, first, window, policy == "change_of_output"
+        self.scores = scale, softcap or 0.0
+        self.states = _longs(sizes), held_rows
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Any, o: Tensor) -> None:
-        """Write outputs into o, contiguous [B, ..., H, G, D]; dimensions that are not named have one element, or none.
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, before: Any, o: Tensor, counts: Any = None
+    ) -> None:
+        """Write outputs into o [B, T, H, G, D], contiguous; of one token, T may be left out of all shapes.
 
         Args:
-            q: queries [B, ..., heads, G, D].
-            k: keys [B, ..., heads, D].
-            v: values [B, ..., heads, D].
-            positions: the number of tokens that each row has read before, a tuple or a tensor.
-            o: the outputs.
+            q: queries [B, T, heads, G, D].
+            k: keys [B, T, heads, D].
+            v: values [B, T, heads, D].
+            before: the number of tokens that each row has read before, a tuple or a tensor.
+            o: the outputs; those of padding are left as they are.
+            counts: how many of the new tokens of each row are there, those after them being padding; None: all.
         """
-        if isinstance(positions, Tensor):
-            positions = tuple(positions.tolist())
+        T = q.shape[1] if q.dim() > 4 else 1
+        counts = (T,) * q.shape[0] if counts is None else counts
         if q.stride()[-2:] != (self.channels, 1):
             q = q.contiguous()
         if k.stride(-1) != 1 or v.stride(-1) != 1:
             k = k.contiguous()
             v = v.contiguous()
-        of_heads = []
+        rows: list[int] = []
         for x, of_head in ((q, q.stride(-3)), (k, k.stride(-2)), (v, v.stride(-2))):
             first = x.data_ptr() + self.first_head * of_head * x.itemsize
-            of_heads += [first, x.stride(0), self.step * of_head]
-        self.run(*self.given, _longs(positions), *of_heads, o.data_ptr())
+            rows += [first, x.stride(0), x.stride(1), self.step * of_head]
+        _, H, G, D = self.sizes
+        rows += [o.data_ptr(), T * H * G * D, H * G * D, G * D]
+        # a thread takes longer to begin than to read one token
+        threads = 1 if T == 1 else torch.get_num_threads()
+        self.run(
+            *(*self.sizes, *self.rule, threads, *self.scores, *self.states),
+            *(_longs(before), _longs(counts), *rows),
+        )
 
 
 class TokenReaderInGraph:
-    """The same in a graph of `torch.compile`, in which it is one operation."""
+    """The same for one token, in a graph of `torch.compile`, in which it is one operation."""
 
     def __init__(
         self,
         held: Sequence[Any],
         sizes: tuple[int, ...],
         *,
+        bits: Sequence[int | None],
         softcap: float | None,
         among: slice,
         **options: Any,
     ):
         self.held = [*held]
-        self.options = [*sizes], softcap or 0.0, among.start, among.step
+        self.options = (
+            [*sizes],
+            [each or 0 for each in bits],
+            softcap or 0.0,
+            among.start,
+            among.step,
+        )
         self.more = options
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Any, o: Tensor) -> None:
-        """See `TokenReader`; positions are a tensor."""
-        _read_token(q, k, v, positions, self.held, o, *self.options, **self.more)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, before: Any, o: Tensor) -> None:
+        """See `TokenReader`; `before` is a tensor."""
+        _read_token(q, k, v, before, self.held, o, *self.options, **self.more)
 
 
 @torch.library.custom_op("hf_memory::read_token", mutates_args=("held", "o"))
@@ -328,10 +356,11 @@ def _read_token(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    positions: Tensor,
+    before: Tensor,
     held: list[Tensor],
     o: Tensor,
     sizes: list[int],
+    bits: list[int],
     softcap: float,
     start: int,
     step: int,
@@ -344,6 +373,7 @@ def _read_token(
     reader = TokenReader(
         held,
         tuple(sizes),
+        bits=[each or None for each in bits],
         first=first,
         window=window,
         policy=policy,
@@ -351,37 +381,36 @@ def _read_token(
         softcap=softcap,
         among=among,
     )
-    reader(q, k, v, positions, o)
+    reader(q, k, v, before, o)
 
 
-def _laid_alike(keys: Any, values: Any) -> tuple[Any, Any]:
-    """Packed keys and values, copied unless all of them have the same strides, which code is given once."""
-    parts = [keys, values] if isinstance(keys, Tensor) else [*keys, *values]
+def _laid_alike(x: Any) -> Any:
+    """Packed rows, copied unless all parts have the same strides, which code is given once."""
+    parts = [x] if isinstance(x, Tensor) else x
     strides = parts[0].stride()
-    if strides[-1] == 1 and all(x.stride() == strides for x in parts):
-        return keys, values
-    if isinstance(keys, Tensor):
-        return keys.contiguous(), values.contiguous()
-    return [x.contiguous() for x in keys], [x.contiguous() for x in values]
+    if strides[-1] == 1 and all(part.stride() == strides for part in parts):
+        return x
+    return x.contiguous() if isinstance(x, Tensor) else [part.contiguous() for part in x]
 
 
 @lru_cache(maxsize=1024)
-def _alike(heads: int, count: int, of_head: int, of_visible: int) -> tuple[Any, Any, Any]:
-    """Where each head begins in bytes, how many entries it has, and where it begins in what is visible."""
-    places = range(heads)
-    first = _longs(tuple(of_head * h for h in places))
-    return first, _longs((count,) * heads), _longs(tuple(of_visible * h for h in places))
+def _alike(heads: int, size: int) -> Any:
+    """Where each head begins if all have the same size."""
+    return _longs(tuple(size * h for h in range(heads)))
 
 
 @lru_cache(maxsize=1024)
-def _in_turn(sizes: tuple[int, ...], of_entry: int) -> tuple[Any, Any, Any]:
-    """The same for heads whose entries come after those of the head before."""
-    first = (0, *accumulate(sizes[:-1]))
-    return _longs(tuple(of_entry * x for x in first)), _longs(sizes), _longs(first)
+def _in_turn(sizes: tuple[int, ...], of_entry: int) -> Any:
+    """The same if each has so many entries, which come after those of the head before."""
+    return _longs(tuple(of_entry * x for x in (0, *accumulate(sizes[:-1]))))
+
+
+def _longs(numbers: tuple[int, ...] | Tensor) -> Any:
+    return _held_longs(tuple(numbers.tolist()) if isinstance(numbers, Tensor) else numbers)
 
 
 @lru_cache(maxsize=1024)
-def _longs(numbers: tuple[int, ...]) -> Any:
+def _held_longs(numbers: tuple[int, ...]) -> Any:
     return (_LONG * len(numbers))(*numbers)
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -24,10 +23,11 @@ from hf_memory.conversion.students import is_mixed, own_window
 from hf_memory.conversion.students.heads import attention_by
 from hf_memory.files.text import Text
 from hf_memory.layers import upcast
+from hf_memory.mixers.attention_blocks import Scores
+from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts.kept import Kept
-from hf_memory.mixers.pasts.policy import POLICIES
+from hf_memory.mixers.pasts.rows import New
 from hf_memory.mixers.windowed import WindowedMixer
-from hf_memory.ops.kv_eviction import Rule, retained_attention
 from hf_memory.progress import Progress, silent
 
 LEVELS = (16 / 45, 32 / 45, 64 / 45, 128 / 45)  # 128, 256, 512 and 1,024 tokens of 360
@@ -223,17 +223,11 @@ def with_kept_tokens(
     q: Tensor, k: Tensor, v: Tensor, past: Kept, scale: float, softcap: float
 ) -> Tensor:
     """The outputs [B, T, HQ, V] of heads that keep some tokens, of queries [B, T, HQ, D], keys and values."""
-    B, T, H, _ = k.shape
-    more = -T % past.block
-    places = (0, 0, past.stay, more)
-    keys, values = (F.pad(x.transpose(1, 2), places) for x in (k, v))
-    numbers = torch.arange(1, T + 1, dtype=torch.int32, device=q.device)
-    numbers = F.pad(numbers, places[2:]).expand(B, H, -1)
-    score = upcast(q[:0]).new_zeros(B, H, past.stay)
-    policy = POLICIES[past.policy]
-    rule = Rule(past.block, past.first, past.window, policy, scale, softcap, None, False)
-    q = F.pad(q, (0, 0, 0, 0, 0, more))
-    return retained_attention(q, keys, values, numbers, score, rule)[0][:, :T]
+    context = Context(None, None, None, {})
+    tokens, _ = context.tokens_and_count(q)
+    new = New.of(k, v, past.kind, context)
+    o, _ = past.attend(q, new, tokens, context, Scores(scale, softcap or None))
+    return o
 
 
 def numbers_of(errors: Mapping[int, Tensor], total: int) -> list[int]:

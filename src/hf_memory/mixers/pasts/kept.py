@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils.import_utils import is_tracing
 
-from hf_memory.cache import Spec, State, States
+from hf_memory.cache import Spec, State, States, storage_of
+from hf_memory.cache_bits import CacheBits
 from hf_memory.layers import upcast
 from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
@@ -97,6 +98,8 @@ class Kept(NamedTuple):
         self, q: Tensor, new: New, tokens: Tokens, context: Context, scores: Scores
     ) -> tuple[Tensor, States]:
         """The outputs [B, T, HQ, V] of queries [B, T, HQ, D] of new tokens, and the states after these."""
+        if found := read_by_compiled_code(self, q, new, context, scores):
+            return found
         (o, _), states = self._attend(q, new, context, scores, needs_mass=False)
         return o, states
 
@@ -125,9 +128,9 @@ class Kept(NamedTuple):
     def reader(
         self, q: Tensor, context: Context, scores: Scores, among: slice
     ) -> cpu.TokenReader | cpu.TokenReaderInGraph | None:
-        """What reads tokens of each row after each other, queries q [B, 1, heads, groups, D] of these and other heads.
+        """What reads new tokens of each row, queries q [B, T, heads, groups, D] of these and other heads.
 
-        It changes the states of the context. None: compiled code does not; it does in 8 bits on a CPU.
+        It changes the states of the context. None: compiled code does not; it does on a CPU.
         """
         heads = len(range(among.start, among.stop, among.step))
         return self.reader_of((self.size,) * heads, q, context, scores, among)
@@ -137,14 +140,17 @@ class Kept(NamedTuple):
     ) -> cpu.TokenReader | cpu.TokenReaderInGraph | None:
         """The same for heads with these numbers of entries."""
         held = Entries.among(context.states, self.prefix)
+        rows = storage_of(context.bits, self.kind)
+        bits = rows.key_bits, rows.value_bits
         is_product = scores.is_product and context.backend == "auto"
-        if not is_product or not cpu.reads_token(held, q, self.policy):
+        if not is_product or not cpu.reads_tokens(held, q, bits, self.policy):
             return None
         is_graph = context.uniform_length is None and torch.compiler.is_compiling()
         reader: Any = cpu.TokenReaderInGraph if is_graph else cpu.TokenReader
         return reader(
             held,
             sizes,
+            bits=bits,
             first=self.first,
             window=self.window,
             policy=self.policy,
@@ -361,6 +367,37 @@ class Kept(NamedTuple):
             x[:, :, :n] = rows_at(x, best)
             x[:, :, n:].masked_fill_(expand_dims_like(ends, x), 0)
         held.queries.masked_fill_(ends[..., None], 0)
+
+
+def read_by_compiled_code(
+    past: Any, q: Tensor, new: New, context: Context, scores: Scores
+) -> tuple[Tensor, States] | None:
+    """`past.attend` for a `Kept` or `KeptByHead`; None if compiled code does not read these tokens."""
+    D = q.shape[3]
+    H = new.keys.shape[2]
+    bits = new.rows.key_bits, new.rows.value_bits
+    are_alike = all((x.shape[3], x.dtype) == (D, q.dtype) for x in (new.keys, new.values))
+    if context.cu_seqlens is not None or not are_alike or not cpu.takes_rows(q, *bits):
+        return None
+    q = q.unflatten(2, (H, -1))
+    spec = past.spec(H, D, D)
+    states = context.states or empty_states(spec, q, context.bits)
+    reader = past.reader(q, context._replace(states=states), scores, slice(0, H, 1))
+    if reader is None:
+        return None
+    before, after = context.counts(q)
+    o = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    reader(q, new.keys, new.values, before.flatten(), o, (after - before).flatten())
+    return o.flatten(2, 3), {name: states[name] for name in spec}
+
+
+def empty_states(spec: Spec, q: Tensor, bits: CacheBits) -> States:
+    """States before the first token, stored in these bits, for queries [B, ...]."""
+    stored = {name: state.stored(bits) for name, state in spec.items()}
+    return {
+        name: q.new_zeros(q.shape[0], *state.shape, dtype=state.dtype or q.dtype)
+        for name, state in stored.items()
+    }
 
 
 def if_any(ends: Tensor, change: Callable[..., None], held: Sequence[Tensor]) -> None:

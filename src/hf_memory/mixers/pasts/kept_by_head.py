@@ -16,7 +16,15 @@ from torch import Tensor
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import Attended, Scores
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts.kept import Entries, Kept, ending, if_any, write_each_row, write_rows
+from hf_memory.mixers.pasts.kept import (
+    Entries,
+    Kept,
+    ending,
+    if_any,
+    read_by_compiled_code,
+    write_each_row,
+    write_rows,
+)
 from hf_memory.mixers.pasts.rows import New, Seen, states_of_rows
 from hf_memory.ops import cpu
 from hf_memory.ops.masks import Tokens
@@ -109,6 +117,8 @@ class KeptByHead(NamedTuple):
         self, q: Tensor, new: New, tokens: Tokens, context: Context, scores: Scores
     ) -> tuple[Tensor, States]:
         """See `Kept.attend`."""
+        if found := read_by_compiled_code(self, q, new, context, scores):
+            return found
         read = [
             run.past.attend(of_run, new_of_run, tokens, within, scores)
             for run, of_run, new_of_run, within in self._each_run(q, new, context)

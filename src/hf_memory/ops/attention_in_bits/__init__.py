@@ -35,7 +35,7 @@ def attention_in_bits(
         o = sum_j p_j v_j,   p = softmax_j(scale q k_j),   over the entries j that are visible
 
     The definition unpacks keys and values. In PyTorch, products of codes are faster, see `chunk`. Kernels read bytes,
-    so that what they read of memory falls with the bits; on a CPU that of 8 bits is compiled, see
+    so that what they read of memory falls with the bits; on a CPU it is compiled code, see
     `hf_memory.ops.cpu`. All turn queries and outputs in place of keys and values.
 
     Args:
@@ -65,8 +65,9 @@ def attention_in_bits(
     _check("values", values, (B, H, S, packed_bytes(D, both.value_bits)), q)
     how = scale, softcap or 0.0
     chosen = choose_backend(backend, q, kernel_refuses(q, sizes))
-    if backend == "auto" and rows == Rows(8, 8) and cpu.takes_rows(q):
-        return cpu.attention(q, keys, values, visible, sizes, *how)
+    bits = both.key_bits, both.value_bits
+    if backend == "auto" and cpu.takes_rows(q, *bits):
+        return cpu.attention(q, keys, values, visible, bits, sizes, *how)
     if chosen != "triton":
         visible = seen_by_queries(visible, sizes, q)
     if chosen == "chunk" and (D % GROUP == 0 or rows == Rows(8, 8)):
@@ -80,7 +81,6 @@ def attention_in_bits(
         return o.to(q.dtype), mass
     from hf_memory.ops.attention_in_bits.kernels import attention_in_bits as kernel
 
-    bits = rows.key_bits, rows.value_bits
     visible = None if visible is None else visible.expand(B, H, S)
     o, mass = kernel(rotated(q), keys, values, visible, *bits, *how)
     return rotated(o), mass if needs_mass else None
