@@ -448,7 +448,7 @@ def test_heads_that_are_given_are_not_chosen_again():
 @pytest.mark.parametrize("keep", ["1/2", "auto", "0,1", (1,)])
 def test_a_size_that_does_not_grow_keeps_no_whole_layers(keep):
     teacher = make_teacher().config
-    for size in ("small", "constant"):
+    for size in ("small", "smallest", "constant"):
         with pytest.raises(ValueError, match=f"keep must be heads .* with size={size}, which no"):
             resolve(Recipe(size=size, keep=keep), teacher)
         assert resolve(Recipe(size=size, keep="none"), teacher).student.layer_types

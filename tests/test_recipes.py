@@ -71,6 +71,7 @@ GEMMA3 = Gemma3TextConfig(
     + [
         ("smollm2", SMOLLM2, (40_960,)),
         ("smollm2-small", SMOLLM2, (40_960,)),
+        ("smollm2-smallest", SMOLLM2, (40_960,)),
         ("smollm2-constant", SMOLLM2, (40_960,)),
         ("smollm2-slots", SMOLLM2, (12_288, 40_960)),
     ]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, p
 from transformers.utils import logging
 
 import hf_memory
-from hf_memory.conversion import Schedule, distill, shrink_cache
+from hf_memory.conversion import SIZES, Schedule, distill, shrink_cache
 from hf_memory.conversion.students import own_window
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes
 from teachers import (
@@ -236,7 +236,7 @@ def test_bars_are_those_of_transformers(teacher, capsys):
 def test_a_size_in_a_word(teacher):
     made = shrink_cache(teacher, text=TEXT, size="constant")
     assert made.config.full_attention_window == 2560
-    assert made.config.cache_bits == {"full_attention_heads": 4, "window": 8}
+    assert made.config.cache_bits == SIZES["constant"]["cache_bits"]
 
 
 def hooked(model):

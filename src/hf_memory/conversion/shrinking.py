@@ -77,7 +77,8 @@ def shrink_cache(
         text: the text on which heads are chosen, best of the kind that the student will read: 60,000 tokens are
             plenty. A string, or tokens [T], 128 at least. Default: Python's language reference, in English.
         tokenizer: the model's tokenizer. Default: the one in the folder or repository that the model was loaded from.
-        size: how much the student holds, `"near"`, `"small"` or `"constant"`; default: see docs/convert.md.
+        size: how much the student holds: `"near"`, `"small"`, `"smallest"` or `"constant"`. Default: see
+            docs/convert.md.
         keep: the share of the heads that keeps everything, such as `"heads:1/8"`, in the words of `Keep.parse`.
         kept_by_head: whether a `num_kept_tokens` that is given is the mean of heads, which keep more or fewer; default:
             a number that is given is that of each head.
