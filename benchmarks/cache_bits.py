@@ -203,6 +203,8 @@ KEEPINGS = (
     Keeping("change_of_output", 360, True, decay=0.95),
     Keeping("change_of_output", 360, True, decay=0.6),
     Keeping("change_of_output", 360, True, decay=0.4),
+    Keeping("change_of_output", 360, True, decay=0.2),
+    Keeping("change_of_output", 505, True, decay=0.4),
 )
 
 
