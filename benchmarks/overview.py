@@ -47,6 +47,12 @@ MODELS = {  # of cache_bits.json: label, colour, and where it stands in points
         (-7, 0),
         "right",
     ),
+    "smallest by head, 20 steps at 3e-5, seed 0": (
+        "smallest, 4 and 8 bits",
+        "tab:cyan",
+        (0, 10),
+        "center",
+    ),
     "constant by head, 20 steps at 3e-5, seed 0": (
         "constant, 4 and 8 bits",
         "tab:blue",
