@@ -62,18 +62,23 @@ SERVABLE: dict[str, dict] = {
     # for teachers without q/k norm
     "gated": {"gate": "mamba2", "memory_rope": False},
 }
-# of 16 tokens, a block and its queries would take the room of 20 kept tokens more
-SHORT_BLOCKS = {"full_attention_window": 2560, "sliding_window": 32, "kept_block_size": 8}
+# what both have that hold least
+OF_FEW_BYTES = {
+    "full_attention_window": 2560,
+    "sliding_window": 32,
+    # of 16 tokens, a block and its queries would take the room of 20 kept tokens more
+    "kept_block_size": 8,
+}
 # those of the recipes of SmolLM2, without its layers and heads
 SIZES: dict[str, dict] = {
     "near": {"num_kept_tokens": 505},
     "small": {"num_kept_tokens": 360, "full_attention_window": 2560},
-    "smallest": SHORT_BLOCKS
+    "smallest": OF_FEW_BYTES
     | {
         "num_kept_tokens": 238,
         "cache_bits": {"full_attention_heads": {"keys": 8, "values": 4}, "window": 8},
     },
-    "constant": SHORT_BLOCKS
+    "constant": OF_FEW_BYTES
     | {
         "num_kept_tokens": 158,
         "cache_bits": {"full_attention_heads": 4, "window": {"keys": 8, "values": 4}},

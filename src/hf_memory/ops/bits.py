@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.ops import cpu
+from hf_memory.ops.cpu import GROUP
 from hf_memory.ops.precision import without_autocast
 
 BITS = (8, 4)
-GROUP = 32  # channels that share a scale in 4 bits
 MOST = 127  # the largest code in 8 bits
 SMALLEST = 2.0**-126  # a scale, so that none is zero
 NAN_OF_SHORT = 0x7F80  # the bits of a bfloat16 that is not finite are at least these
@@ -116,7 +116,7 @@ def group_matrix(channels: int, like: Tensor) -> Tensor:
 
 def _pack(x: Tensor, bits: int) -> Tensor:
     if cpu.takes_rows(x, bits):
-        return cpu.pack(x, bits)
+        return cpu.pack(x, bits, packed_bytes(x.shape[-1], bits))
     # in float64, whose sums round to the same codes whatever their order
     return PACKING[bits](rotated(x.double()))
 

@@ -125,9 +125,9 @@ def runs(x: Tensor, in_graphs: bool = False) -> bool:
 def takes_rows(x: Tensor, *bits: int | None, in_graphs: bool = False) -> bool:
     """Whether compiled code writes and reads rows x [..., D] in each of these bits; None: as they are."""
     D = x.shape[-1]
-    divisors = {8: 2, 4: GROUP, None: 1}
-    has_rows = D <= WIDEST and all(D % divisors[each] == 0 for each in bits)
-    return has_rows and runs(x, in_graphs)
+    has_pairs = D % 2 == 0 or 8 not in bits
+    has_groups = D % GROUP == 0 or 4 not in bits
+    return D <= WIDEST and has_pairs and has_groups and runs(x, in_graphs)
 
 
 @torch.compiler.assume_constant_result
@@ -162,16 +162,11 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def packed_bytes(channels: int, bits: int) -> int:
-    """See `hf_memory.ops.bits`."""
-    return 2 + channels if bits == 8 else 4 * (channels // GROUP) + channels // 2
-
-
-def pack(x: Tensor, bits: int) -> Tensor:
-    """See `hf_memory.ops.bits.pack`."""
+def pack(x: Tensor, bits: int, size: int) -> Tensor:
+    """See `hf_memory.ops.bits.pack`; a packed row has `size` bytes."""
     D = x.shape[-1]
     x = x.contiguous()
-    packed = x.new_empty((*x.shape[:-1], packed_bytes(D, bits)), dtype=torch.uint8)
+    packed = x.new_empty((*x.shape[:-1], size), dtype=torch.uint8)
     run = getattr(library(), f"pack_{DTYPES[x.dtype]}")
     run(x.numel() // D, D, bits, x.data_ptr(), packed.data_ptr())
     return packed
@@ -236,12 +231,12 @@ def reads_tokens(held: Sequence[Any], q: Tensor, bits: Sequence[int | None], pol
                 return False
     is_whole = isinstance(held[0], Tensor)
     keys, values, *_, queries = held if is_whole else next(zip(*held))
-    D = q.shape[-1]
-    sizes = [
-        (D, q.dtype) if each is None else (packed_bytes(D, each), torch.uint8) for each in bits
-    ]
-    are_rows = [(x.shape[-1], x.dtype) for x in (keys, values)] == sizes
-    return are_rows and queries.dtype == q.dtype
+    key_bits, value_bits = bits
+    return (
+        keys.dtype == (torch.uint8 if key_bits else q.dtype)
+        and values.dtype == (torch.uint8 if value_bits else q.dtype)
+        and queries.dtype == q.dtype
+    )
 
 
 class TokenReader:
@@ -300,8 +295,10 @@ class TokenReader:
             v: values [B, T, heads, D].
             before: the number of tokens that each row has read before, a tuple or a tensor.
             o: the outputs; those of padding are left as they are.
-            counts: how many of the new tokens of each row are there, those after them being padding; None: all.
+            counts: how many of the new tokens of each row are there, a tuple; those after them are padding. None: all.
         """
+        if isinstance(before, Tensor):
+            before = tuple(before.tolist())
         T = q.shape[1] if q.dim() > 4 else 1
         counts = (T,) * q.shape[0] if counts is None else counts
         if q.stride()[-2:] != (self.channels, 1):
@@ -405,12 +402,8 @@ def _in_turn(sizes: tuple[int, ...], of_entry: int) -> Any:
     return _longs(tuple(of_entry * x for x in (0, *accumulate(sizes[:-1]))))
 
 
-def _longs(numbers: tuple[int, ...] | Tensor) -> Any:
-    return _held_longs(tuple(numbers.tolist()) if isinstance(numbers, Tensor) else numbers)
-
-
 @lru_cache(maxsize=1024)
-def _held_longs(numbers: tuple[int, ...]) -> Any:
+def _longs(numbers: tuple[int, ...]) -> Any:
     return (_LONG * len(numbers))(*numbers)
 
 

@@ -387,7 +387,8 @@ def read_by_compiled_code(
         return None
     before, after = context.counts(q)
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    reader(q, new.keys, new.values, before.flatten(), o, (after - before).flatten())
+    counts = tuple((after - before).flatten().tolist())
+    reader(q, new.keys, new.values, before.flatten(), o, counts)
     return o.flatten(2, 3), {name: states[name] for name in spec}
 
 
