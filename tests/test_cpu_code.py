@@ -338,6 +338,18 @@ def test_a_compiler_that_fails_is_named(new_library, monkeypatch):
         assert new_library() is None
 
 
+@pytest.mark.parametrize("compiler", ["c++ -DNOTHING", "env c++"])
+def test_a_compiler_may_be_named_with_arguments(new_library, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", compiler)
+    assert new_library() is not None
+
+
+@pytest.mark.parametrize("compiler", ["", " ", "none -O3"])
+def test_no_compiler_is_named(new_library, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", compiler)
+    assert new_library() is None
+
+
 def test_a_user_without_a_home_is_told(new_library, monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")

@@ -62,11 +62,11 @@ ARGUMENTS = {  # types of those of each function
 @lru_cache
 def library() -> Any:
     """The functions of `cpu.cpp`; None without a C++ compiler, which the variable CXX can name."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None or os.name != "posix":
+    compiler = os.environ.get("CXX", "c++").split()  # as make has it: "ccache g++"
+    if os.name != "posix" or not compiler or shutil.which(compiler[0]) is None:
         return None
     of_processor = OF_PROCESSOR.get(torch.backends.cpu.get_cpu_capability(), "")
-    command = [compiler, *FLAGS.split(), *of_processor.split()]
+    command = [*compiler, *FLAGS.split(), *of_processor.split()]
     made_of = "\n".join([SOURCE.read_text(), platform.machine(), *command])
     name = hashlib.sha256(made_of.encode()).hexdigest()[:16]
     try:
@@ -78,8 +78,9 @@ def library() -> Any:
     # a user without a home has no folder
     except (OSError, RuntimeError, subprocess.CalledProcessError) as fault:
         said = getattr(fault, "stderr", None) or fault
+        given = " ".join(compiler)
         warnings.warn(
-            f"{compiler} cannot compile {SOURCE.name}, so PyTorch runs: {said}", stacklevel=2
+            f"{given} cannot compile {SOURCE.name}, so PyTorch runs: {said}", stacklevel=2
         )
         return None
 
