@@ -23,6 +23,12 @@ from hf_memory.mixers.positions import Positions
 from hf_memory.ops import cpu
 from hf_memory.ops.attention_in_bits import attention_in_bits
 from hf_memory.ops.bits import pack, unpack
+from hf_memory.ops.kv_eviction import (
+    Rule,
+    change_of_output,
+    received_attention,
+    retained_attention,
+)
 from hf_memory.ops.rows import Rows
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="there is no C++ compiler")
@@ -256,6 +262,52 @@ def test_several_tokens_are_read_as_one_after_the_other(
     torch.testing.assert_close(states["score"], others["score"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(o, expected)
     assert not o[1, 17:].any()
+
+
+@pytest.mark.parametrize("policy", [received_attention, change_of_output])
+@pytest.mark.parametrize("softcap", [0.0, 0.2])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_tokens_to_learn_from_are_read_as_by_operations(
+    policy, softcap, is_padded, monkeypatch, in_pytorch
+):
+    stay, block, T = 15, 5, 40
+    rule = Rule(block, 2, 6, policy, 0.5, softcap, None, False)
+    counts = [T, 23] if is_padded else [T, T]
+    number = torch.zeros(2, 2, stay + T, dtype=torch.int32)
+    for row, count in zip(number, counts):
+        row[:, stay : stay + count] = torch.arange(1, count + 1)
+    is_token = number[:, 0, stay:] > 0
+    q, k, v, do = randn(2, T, 6, 8), *randn(2, 2, 2, stay + T, 8), randn(2, T, 6, 8)
+    do[~is_token] = 0
+    calls = []
+    call = cpu.TokenReader.__call__
+    monkeypatch.setattr(
+        cpu.TokenReader, "__call__", lambda self, *x: calls.append(x) or call(self, *x)
+    )
+
+    @torch.enable_grad()
+    def run(*rows):
+        learnt = [x.clone().requires_grad_() for x in rows]
+        score = rows[0].new_zeros(2, 2, stay)
+        o, _, held, score = retained_attention(*learnt, number, score, rule)
+        gradients = torch.autograd.grad(o, learnt, do.to(o.dtype))
+        return o[is_token], number.gather(2, held), score, *gradients
+
+    found = run(q, k, v)
+    assert len(calls) == T // block
+    expected = run(*(x.double() for x in (q, k, v)))
+    assert_close(found, expected, in_pytorch(lambda: run(q, k, v)))
+    assert len(calls) == T // block
+
+
+def test_tokens_after_others_are_learnt_from_by_operations(monkeypatch):
+    monkeypatch.setattr(cpu, "TokenReader", None)
+    rule = Rule(5, 2, 6, received_attention, 0.5, 0.0, None, False)
+    number = torch.arange(1, 26, dtype=torch.int32).expand(1, 2, -1)
+    q, k, v = (x.requires_grad_() for x in (randn(1, 10, 2, 8), *randn(2, 1, 2, 25, 8)))
+    with torch.enable_grad():
+        o, *_ = retained_attention(q, k, v, number, torch.ones(1, 2, 15), rule)
+    assert o.requires_grad
 
 
 @pytest.mark.parametrize("kind", ["static", "padded"])

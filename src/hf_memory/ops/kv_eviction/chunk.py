@@ -10,15 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops import cpu
 from hf_memory.ops.autograd import first_derivatives_only
 from hf_memory.ops.exported import in_pieces, varies
 from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.inputs import shape_or_type
-from hf_memory.ops.kv_eviction.policies import Block, EvictionPolicy
+from hf_memory.ops.kv_eviction.policies import (
+    Block,
+    EvictionPolicy,
+    change_of_output,
+    received_attention,
+)
 from hf_memory.ops.precision import upcast, with_bfloat16_products
 from hf_memory.ops.soft_cap import soft_capped
 from hf_memory.ops.threads import one_thread
 
+COMPILED = {received_attention: "received_attention", change_of_output: "change_of_output"}
 SCORES = 2**18  # scores whose gradients are computed at once on a CPU: 1 MB of float32
 
 
@@ -69,13 +76,11 @@ class Rule(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What the queries of all blocks have read, of n entries in each block."""
+    """What the queries of all blocks have read."""
 
     o: Tensor  # [blocks, B, H, G * c, D]
     mass: Tensor | None  # [blocks, B, H, G * c], the logarithm
-    weights: Tensor | None  # [blocks, B, H, G * c, n] in the dtype of v, for gradients
-    places: Tensor | None  # [blocks, B, H, n] int32, of the entries, for gradients
-    held: list[Tensor]  # [B, H, stay] each, places of the entries before each block, and in the end
+    held: Tensor  # [blocks + 1, B, H, stay] int32, places of the entries before each block, and in the end
     score: Tensor  # [B, H, stay], what these are worth
 
 
@@ -165,7 +170,7 @@ def retained_places(
     """Places [B, H, blocks + 1, stay] of the entries before each block, and what those in the end are worth."""
     q = _by_block(q, k.shape[1], rule.block)
     read = _read_blocks(q, k.to(q.dtype), v.to(q.dtype), number, score, rule)
-    return torch.stack(read.held, 2).int(), read.score
+    return read.held.movedim(0, 2), read.score
 
 
 def score_after(
@@ -201,7 +206,7 @@ def _read(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, tuple]
         o, *more = _WithGradients.apply(q, k, v, *others)
         return o, tuple(more)
     read = _read_blocks(q, k, v, *others)
-    return read.o, (read.mass, read.held[-1], read.score)
+    return read.o, (read.mass, read.held[-1].long(), read.score)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -213,11 +218,13 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, number, score, rule):
-        with _threads(q, k, rule):
-            read = _read_blocks(q, k, v, number, score, rule, learns=True)
-        ctx.save_for_backward(q, k, v, read.o, read.weights, read.places)
+        read = _read_by_compiled_code(q, k, v, number, score, rule)
+        if read is None:
+            with _threads(q, k, rule):
+                read = _read_blocks(q, k, v, number, score, rule)
+        ctx.save_for_backward(q, k, v, number, read.o, read.held)
         ctx.rule = rule
-        held = read.held[-1]
+        held = read.held[-1].long()
         ctx.mark_non_differentiable(held, read.score)
         return read.o, read.mass, held, read.score
 
@@ -244,79 +251,130 @@ def _gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    number: Tensor,
     o: Tensor,
-    weights: Tensor,
-    places: Tensor,
+    held: Tensor,
     do: Tensor,
     dmass: Tensor | None,
     rule: Rule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of q, k and v, some blocks at a time."""
+    """Those of q, k and v, some blocks at a time, whose weights are computed again."""
     subtracted = (upcast(do) * upcast(o)).sum(-1, keepdim=True)
     if dmass is not None:
         subtracted = subtracted - dmass.unsqueeze(-1)
     dq = []
     dk, dv = (upcast(x).new_zeros(x.shape) for x in (k, v))  # contiguous, as `flatten` needs
     first_rows = _first_rows(k)
-    size = len(q) if q.is_cuda else max(1, SCORES // weights[0].numel())
-    groups = (x.split(size) for x in (q, do, subtracted, weights, places))
-    for q_n, do_n, subtracted_n, p, at in zip(*groups):
-        rows = at + first_rows
+    stay = held.shape[3]
+    new_places = _new_places(q, stay, rule).expand(-1, *held.shape[1:3], -1)
+    later = _later(upcast(q), stay, rule)
+    size = len(q) if q.is_cuda else max(1, SCORES // (q[0, ..., 0].numel() * (stay + rule.block)))
+    groups = (x.split(size) for x in (q, do, subtracted, held[:-1], new_places))
+    for q_n, do_n, subtracted_n, held_n, new_n in zip(*groups):
+        rows = torch.cat([held_n, new_n], -1) + first_rows
+        keys = _select(k, rows)
+        p = _scores(q_n, keys, _select(number, rows), later, rule).softmax(-1)
         ds = upcast(do_n @ _select(v, rows).mT).sub_(subtracted_n).mul_(p)
-        dq_n, dkeys = rule.gradients(q_n, _select(k, rows), ds)
-        dvalues = p.mT @ do_n
+        dq_n, dkeys = rule.gradients(q_n, keys, ds)
+        dvalues = p.to(v.dtype).mT @ do_n
         for sums, x in ((dk, dkeys), (dv, dvalues)):
             sums.flatten(0, 2).index_add_(0, rows.flatten(), x.flatten(0, 3).to(sums.dtype))
         dq.append(dq_n)
     return torch.cat(dq), dk.to(k.dtype), dv.to(v.dtype)
 
 
+def _new_places(q: Tensor, stay: int, rule: Rule) -> Tensor:
+    """Places [blocks, 1, 1, c] of the tokens of each block of queries [blocks, ...], after those that are held."""
+    c = rule.block
+    return torch.arange(stay, stay + len(q) * c, device=q.device).view(-1, 1, 1, c)
+
+
+def _later(x: Tensor, stay: int, rule: Rule) -> Tensor:
+    """What hides tokens of a block from queries before them: [c, stay + c], 0 or minus infinity, in the dtype of x."""
+    c = rule.block
+    return F.pad(x.new_full((c, c), -torch.inf).triu(1), (stay, 0))
+
+
+def _read_by_compiled_code(
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, score: Tensor, rule: Rule
+) -> Read | None:
+    """`_read_blocks` from the beginning of sequences; None if compiled code does not read these tokens."""
+    c = rule.block
+    B, H, entries, D = k.shape
+    stay = entries - len(q) * c
+    is_product = rule.gates is None and not rule.needs_mass and v.shape[3] == D
+    policy = COMPILED.get(rule.policy)
+    if not is_product or policy is None or not cpu.takes_rows(q, None, None):
+        return None
+    if number[:, :, :stay].any():  # tokens were read before
+        return None
+    size = stay + c
+    keys, values = (x.new_zeros(B, H * size, D) for x in (k, v))
+    numbers = number.new_zeros(B, H, size)
+    scores = score.new_zeros(B, H, stay)
+    queries = q.new_zeros(B, q.shape[2] * q.shape[3] // c, c, D)
+    state = keys, values, numbers.view(B, -1), scores.view(B, -1), queries
+    if not cpu.reads_tokens(state, q, (None, None), policy):
+        return None
+    reader = cpu.TokenReader(
+        state,
+        (size,) * H,
+        bits=(None, None),
+        first=rule.first,
+        window=rule.window,
+        policy=policy,
+        scale=rule.scale,
+        softcap=rule.softcap,
+        among=slice(0, H, 1),
+    )
+    new_keys, new_values = (x[:, :, stay:].transpose(1, 2).split(c, 1) for x in (k, v))
+    by_token = q.unflatten(3, (-1, c)).permute(0, 1, 4, 2, 3, 5).contiguous()
+    o = torch.zeros_like(by_token)
+    held = numbers.new_empty(len(q) + 1, B, H, stay)
+    read = (number[:, 0, stay:] > 0).sum(1).tolist()
+    for n in range(len(q)):
+        held[n] = numbers[:, :, :stay]
+        before = tuple(min(n * c, count) for count in read)
+        counts = tuple(min(c, count - x) for count, x in zip(read, before))
+        reader(by_token[n], new_keys[n], new_values[n], before, o[n], counts)
+    held[-1] = numbers[:, :, :stay]
+    held = torch.where(held > 0, held + (stay - 1), 0)
+    o = o.permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
+    return Read(o, None, held, scores)
+
+
 def _read_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    number: Tensor,
-    score: Tensor,
-    rule: Rule,
-    learns: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, score: Tensor, rule: Rule
 ) -> Read:
     """Read one block after the other."""
-    c = rule.block
     B, H, entries = k.shape[:3]
-    blocks, _, _, queries, _ = q.shape
-    stay = entries - blocks * c
-    places = torch.arange(entries, device=q.device).expand(B, H, -1)
-    first_held, *new_places = places.split([stay, *[c] * blocks], 2)
-    held = [first_held]
-    of_new = score.new_zeros(B, H, c)
-    later = F.pad(score.new_full((c, c), -torch.inf).triu(1), (stay, 0))
+    blocks = len(q)
+    stay = entries - blocks * rule.block
+    held = [torch.arange(stay, device=q.device).expand(B, H, -1)]
+    new_places = _new_places(q, stay, rule)
+    of_new = score.new_zeros(B, H, rule.block)
+    later = _later(score, stay, rule)
     first_rows = _first_rows(k)
     outputs = []
-    shape = blocks, B, H, queries, stay + c
-    weights = v.new_empty(shape) if learns else None
-    seen = number.new_empty(blocks, B, H, stay + c, dtype=torch.int32) if learns else None
     for n in range(blocks):
-        at = torch.cat([held[-1], new_places[n]], 2)
+        at = torch.cat([held[-1], new_places[n].expand(B, H, -1)], 2)
         rows = at + first_rows
         token = number.gather(2, at)
         keys = _select(k, rows)
         values = _select(v, rows)
         scores = _scores(q[n], keys, token, later, rule)
         p = scores.softmax(-1)
-        if seen is not None:
-            seen[n] = at
-        rounded = p.to(v.dtype) if weights is None else weights[n].copy_(p)
-        o = rounded @ values
+        o = p.to(v.dtype) @ values
         outputs.append([o, scores.logsumexp(-1)] if rule.needs_mass else [o])
         before = torch.cat([score, of_new], 2)
-        now = rule.worth(_block(q[n], keys, values, token, before, p, o, c))
+        now = rule.worth(_block(q[n], keys, values, token, before, p, o, rule.block))
         ends = token[:, :1, -1:] > 0
         worth = torch.where(ends, now, before)
         order = places_that_stay(token, worth, ends, stay, rule.first, rule.window)
         held.append(at.gather(2, order))
         score = worth.gather(2, order)
     o, *mass = (torch.stack(x) for x in zip(*outputs))
-    return Read(o, mass[0] if mass else None, weights, seen, held, score)
+    return Read(o, mass[0] if mass else None, torch.stack(held).int(), score)
 
 
 def _by_block(q: Tensor, H: int, block: int) -> Tensor:
