@@ -17,6 +17,7 @@ text that chooses numbers by head is another one, and has no questions. Writes b
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -164,21 +165,30 @@ class Keeping(NamedTuple):
     mean: int  # tokens of each head
     by_head: bool = False
     decay: float = DECAY  # of what a token was worth, for each block of 16 tokens
+    oldest: float | None = (
+        None  # age, in tokens, up to which it fades as in `ByAge`; None: as the policy says
+    )
 
     @property
     def name(self) -> str:
         """Of its row."""
         how = "by head" if self.by_head else "of each head"
         decay = "" if self.decay == DECAY else f", decay {self.decay}"
-        return f"{self.eviction}, {self.mean} {how}{decay}"
+        age = "" if self.oldest is None else f", by age up to {self.oldest}"
+        return f"{self.eviction}, {self.mean} {how}{decay}{age}"
 
     @property
     def policy(self) -> str:
         """The name of the policy, which is registered if it is not one of the package."""
+        policy = POLICIES[self.eviction]
+        if self.oldest is not None:
+            name = f"{self.eviction} by age up to {self.oldest}"
+            register_eviction(name, ByAge(policy, self.oldest))
+            return name
         if self.decay == DECAY:
             return self.eviction
         name = f"{self.eviction} with decay {self.decay}"
-        register_eviction(name, WithDecay(POLICIES[self.eviction], self.decay))
+        register_eviction(name, WithDecay(policy, self.decay))
         return name
 
 
@@ -193,6 +203,22 @@ class WithDecay(NamedTuple):
         return self.policy(block) + (self.decay - DECAY) * block.score
 
 
+class ByAge(NamedTuple):
+    """An eviction policy of the package by which tokens are forgotten more slowly the older they are.
+
+    A block of c tokens leaves (a / (a + c))^4 of what a token that is a tokens old was worth, up to an age.
+    """
+
+    policy: EvictionPolicy
+    oldest: float
+
+    def __call__(self, block: Block) -> Tensor:
+        """What its entries are worth."""
+        age = (block.number.amax(-1, keepdim=True) - block.number).clamp(max=self.oldest)
+        left = (age / (age + block.queries.shape[3])) ** 4
+        return self.policy(block) + (left - DECAY) * block.score
+
+
 KEEPINGS = (
     Keeping("received_attention", 360),
     Keeping("change_of_output", 360),
@@ -205,6 +231,8 @@ KEEPINGS = (
     Keeping("change_of_output", 360, True, decay=0.4),
     Keeping("change_of_output", 360, True, decay=0.2),
     Keeping("change_of_output", 505, True, decay=0.4),
+    Keeping("change_of_output", 360, True, oldest=600),
+    Keeping("change_of_output", 360, True, oldest=math.inf),
 )
 
 
@@ -250,7 +278,7 @@ def numbers_by_head(
     teacher: PreTrainedModel, tokens: Tensor, keeping: Keeping, known: dict[str, Any]
 ) -> list[list[int]]:
     """How many tokens each head keeps, by a text [T], or in proportion to a row that is known."""
-    first = keeping._replace(mean=CHOSEN_AT, decay=DECAY)
+    first = keeping._replace(mean=CHOSEN_AT, decay=DECAY, oldest=None)
     if first.name in known:
         chosen = known[first.name]["num_kept_tokens"]
     else:

@@ -25,7 +25,10 @@ from hf_memory.ops.precision import upcast, with_bfloat16_products
 from hf_memory.ops.soft_cap import soft_capped
 from hf_memory.ops.threads import one_thread
 
-COMPILED = {received_attention: "received_attention", change_of_output: "change_of_output"}
+COMPILED: dict[EvictionPolicy, str] = {
+    received_attention: "received_attention",
+    change_of_output: "change_of_output",
+}
 SCORES = 2**18  # scores whose gradients are computed at once on a CPU: 1 MB of float32
 
 
