@@ -369,6 +369,42 @@ def test_what_transforms_or_records_operations_sees_operations():
     assert torch.equal(make_fx(rounded)(y)(x), expected)
 
 
+@pytest.mark.parametrize("bits", [8, None], ids=["in bits", "plain"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"num_kept_tokens": 3, "full_attention_heads": [[1]]},
+        {"num_kept_tokens": [[3, 1]], "full_attention_heads": None},
+    ],
+    ids=["beside a full head", "by head"],
+)
+def test_a_compiled_step_calls_compiled_code(heads, bits, in_pytorch):
+    options = {"cache_bits": bits, "num_hidden_layers": 1, "layer_types": ["sliding_heads"]}
+    model = make_model(CASE["attention-kept"], **options, **heads)
+    tokens = random_tokens(2, 20)
+    called = set()
+
+    def note(graph, _):
+        called.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def run(forward):
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        model(tokens[:, :8], past_key_values=cache)
+        steps = [forward(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(8, 20)]
+        return torch.cat(steps, 1)
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run(torch.compile(model.forward, backend=note, fullgraph=True))
+    expected = {"hf_memory.read_token.default"}
+    if bits and heads["full_attention_heads"]:
+        expected |= {"hf_memory.attention_in_bits_on_cpu.default"}
+    assert {name for name in called if name.startswith("hf_memory.")} == expected
+    torch.testing.assert_close(found, in_pytorch(lambda: run(model)), rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture
 def new_library(monkeypatch, tmp_path):
     """`library` as in a new process, with a cache of its own."""

@@ -222,6 +222,28 @@ def attention(
     return o, mass
 
 
+@torch.library.custom_op("hf_memory::attention_in_bits_on_cpu", mutates_args=())
+def attention_in_graph(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    bits: list[int],
+    sizes: list[int] | None,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """`attention` in a graph of `torch.compile`, in which it is one operation."""
+    key_bits, value_bits = bits
+    of_heads = None if sizes is None else tuple(sizes)
+    return attention(q, keys, values, visible, (key_bits, value_bits), of_heads, scale, softcap)
+
+
+@attention_in_graph.register_fake
+def _(q, keys, values, visible, bits, sizes, scale, softcap):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
 def reads_tokens(held: Sequence[Any], q: Tensor, bits: Sequence[int | None], policy: str) -> bool:
     """Whether a `TokenReader` takes these states, with keys and values in these bits, and queries q [..., D]."""
     if policy not in POLICIES or not takes_rows(q, *bits, in_graphs=True):

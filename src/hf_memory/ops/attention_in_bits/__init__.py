@@ -66,8 +66,10 @@ def attention_in_bits(
     how = scale, softcap or 0.0
     chosen = choose_backend(backend, q, kernel_refuses(q, sizes))
     bits = both.key_bits, both.value_bits
-    if backend == "auto" and cpu.takes_rows(q, *bits):
-        return cpu.attention(q, keys, values, visible, bits, sizes, *how)
+    is_whole = isinstance(keys, Tensor) and isinstance(values, Tensor)
+    if backend == "auto" and cpu.takes_rows(q, *bits, in_graphs=is_whole):
+        run = cpu.attention_in_graph if torch.compiler.is_compiling() else cpu.attention
+        return run(q, keys, values, visible, bits, sizes, *how)
     if chosen != "triton":
         visible = seen_by_queries(visible, sizes, q)
     if chosen == "chunk" and (D % GROUP == 0 or rows == Rows(8, 8)):
