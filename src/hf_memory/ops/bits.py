@@ -35,10 +35,9 @@ NAN_OF_SHORT = 0x7F80  # the bits of a bfloat16 that is not finite are at least 
 
 
 def packed_bytes(channels: int, bits: int) -> int:
-    """Bytes of a packed row of so many channels, in 8 or 4 bits: an even number, since scales have two bytes."""
-    if bits == 8:
-        return 2 + channels + channels % 2
-    return 4 * _groups(channels) + _code_bytes(channels)
+    """Bytes of a packed row of so many channels: an even number, since scales have two bytes."""
+    of_bits = {8: 2 + channels + channels % 2, 4: 4 * _groups(channels) + _code_bytes(channels)}
+    return of_bits[bits]
 
 
 def pack(x: Tensor, bits: int) -> Tensor:
