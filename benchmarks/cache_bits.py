@@ -165,57 +165,47 @@ class Keeping(NamedTuple):
     mean: int  # tokens of each head
     by_head: bool = False
     decay: float = DECAY  # of what a token was worth, for each block of 16 tokens
-    oldest: float | None = (
-        None  # age, in tokens, up to which it fades as in `ByAge`; None: as the policy says
-    )
+    oldest: float | None = None  # tokens up to which it fades by age instead; see `Forgetting`
 
     @property
     def name(self) -> str:
         """Of its row."""
         how = "by head" if self.by_head else "of each head"
-        decay = "" if self.decay == DECAY else f", decay {self.decay}"
-        age = "" if self.oldest is None else f", by age up to {self.oldest}"
-        return f"{self.eviction}, {self.mean} {how}{decay}{age}"
+        return f"{self.eviction}, {self.mean} {how}{self.forgetting}"
+
+    @property
+    def forgetting(self) -> str:
+        """How tokens are forgotten, if not as the package has it."""
+        if self.oldest is not None:
+            return f", by age up to {self.oldest}"
+        return "" if self.decay == DECAY else f", decay {self.decay}"
 
     @property
     def policy(self) -> str:
         """The name of the policy, which is registered if it is not one of the package."""
-        policy = POLICIES[self.eviction]
-        if self.oldest is not None:
-            name = f"{self.eviction} by age up to {self.oldest}"
-            register_eviction(name, ByAge(policy, self.oldest))
-            return name
-        if self.decay == DECAY:
-            return self.eviction
-        name = f"{self.eviction} with decay {self.decay}"
-        register_eviction(name, WithDecay(policy, self.decay))
+        name = f"{self.eviction}{self.forgetting}"
+        if self.forgetting:
+            register_eviction(name, Forgetting(POLICIES[self.eviction], self.decay, self.oldest))
         return name
 
 
-class WithDecay(NamedTuple):
-    """An eviction policy of the package with another decay."""
+class Forgetting(NamedTuple):
+    """An eviction policy of the package by which tokens are forgotten in another way.
 
-    policy: EvictionPolicy
-    decay: float
-
-    def __call__(self, block: Block) -> Tensor:
-        """What its entries are worth."""
-        return self.policy(block) + (self.decay - DECAY) * block.score
-
-
-class ByAge(NamedTuple):
-    """An eviction policy of the package by which tokens are forgotten more slowly the older they are.
-
-    A block of c tokens leaves (a / (a + c))^4 of what a token that is a tokens old was worth, up to an age.
+    After a block of c tokens a part of what a token was worth is left: `decay`; or, up to an age of `oldest` tokens,
+    (a / (a + c))^4 for a token that is a tokens old, so that old tokens are forgotten more slowly.
     """
 
     policy: EvictionPolicy
-    oldest: float
+    decay: float
+    oldest: float | None
 
     def __call__(self, block: Block) -> Tensor:
         """What its entries are worth."""
-        age = (block.number.amax(-1, keepdim=True) - block.number).clamp(max=self.oldest)
-        left = (age / (age + block.queries.shape[3])) ** 4
+        left: float | Tensor = self.decay
+        if self.oldest is not None:
+            age = (block.number.amax(-1, keepdim=True) - block.number).clamp(max=self.oldest)
+            left = (age / (age + block.queries.shape[3])) ** 4
         return self.policy(block) + (left - DECAY) * block.score
 
 
