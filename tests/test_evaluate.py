@@ -409,6 +409,19 @@ def test_a_file_that_is_no_record_is_refused(tmp_path, text):
         record.open_record(tmp_path, {})
 
 
+def test_lists_of_numbers_are_lines_of_a_record(tmp_path):
+    found = {
+        "samples": [1.0, -0.5, 1e-12],
+        "texts": ["[\n 1,  2\n]", "[ 3 ]"],
+        "none": [],
+        "gap": [None, 1],
+    }
+    known = {"settings": {}, "models": {"x": {"weights": "", "found": found}}}
+    record.keep(tmp_path, known)
+    assert record.open_record(tmp_path, {}) == known
+    assert "[ 1.0, -0.5, 1e-12 ]" in (tmp_path / record.FILE).read_text()
+
+
 def test_names_cannot_control_the_terminal(capsys, wide_console):
     rows = Table("col\x1b[31m", title="title\x1b[0m")
     rows.add_row("cell\x9b5m")

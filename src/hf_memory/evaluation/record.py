@@ -1,6 +1,7 @@
 """A file with the results of several models on one text, which is extended so that nothing is measured twice."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from hf_memory.files.folders import replaced
 from hf_memory.files.names import visible
 
 FILE = "evaluation.json"
+NUMBERS = re.compile(r"\[\n[-+.\deE,\s]+\]")  # a list of them; a line ends in no string of JSON
 HEADER = ("task", "at", "figure")
 Record = dict[str, Any]  # {"settings": ..., "models": {name: {"weights": ..., "found": ...}}}
 
@@ -79,10 +81,11 @@ def labels(record: Record) -> dict[str, str]:
 
 
 def keep(folder: Path, record: Record) -> None:
-    """Write the record; the file is replaced as a whole."""
+    """Write the record, in which a list of numbers is one line; the file is replaced as a whole."""
     folder.mkdir(parents=True, exist_ok=True)
+    text = NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(record, indent=1))
     with replaced(folder / FILE) as partial:
-        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(text + "\n", encoding="utf-8")
 
 
 def table(record: Record) -> Iterator[tuple[str, ...]]:
