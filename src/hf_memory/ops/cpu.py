@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -222,8 +222,28 @@ def attention(
     return o, mass
 
 
-@torch.library.custom_op("hf_memory::attention_in_bits_on_cpu", mutates_args=())
-def attention_in_graph(
+_OPERATIONS = torch.library.Library("hf_memory", "FRAGMENT")
+
+
+def _operation(name: str, run: Callable, shapes: Callable, mutates: Sequence[str] = ()) -> Any:
+    """A function as an operation of graphs on a CPU, without gradients.
+
+    `torch.library.custom_op` makes operations with gradients, of which each call takes 100 microseconds.
+
+    Args:
+        name: of the operation.
+        run: the function.
+        shapes: the same for tensors without numbers.
+        mutates: the arguments that it changes.
+    """
+    schema = torch.library.infer_schema(run, mutates_args=mutates)
+    _OPERATIONS.define(name + schema)
+    _OPERATIONS.impl(name, run, "CPU")
+    torch.library.register_fake(f"hf_memory::{name}", shapes, lib=_OPERATIONS)
+    return getattr(torch.ops.hf_memory, name).default
+
+
+def _attention_in_graph(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -233,15 +253,19 @@ def attention_in_graph(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` in a graph of `torch.compile`, in which it is one operation."""
     key_bits, value_bits = bits
     of_heads = None if sizes is None else tuple(sizes)
     return attention(q, keys, values, visible, (key_bits, value_bits), of_heads, scale, softcap)
 
 
-@attention_in_graph.register_fake
-def _(q, keys, values, visible, bits, sizes, scale, softcap):
+def _shapes_of_attention(q, keys, values, visible, bits, sizes, scale, softcap):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+# `attention` in a graph of `torch.compile`, in which it is one operation
+attention_in_graph = _operation(
+    "attention_in_bits_on_cpu", _attention_in_graph, _shapes_of_attention
+)
 
 
 def reads_tokens(held: Sequence[Any], q: Tensor, bits: Sequence[int | None], policy: str) -> bool:
@@ -371,8 +395,7 @@ class TokenReaderInGraph:
         _read_token(q, k, v, before, self.held, o, *self.options, **self.more)
 
 
-@torch.library.custom_op("hf_memory::read_token", mutates_args=("held", "o"))
-def _read_token(
+def _read(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -402,6 +425,13 @@ def _read_token(
         among=among,
     )
     reader(q, k, v, before, o)
+
+
+def _shapes_of_nothing(*arguments) -> None:
+    return None
+
+
+_read_token = _operation("read_token", _read, _shapes_of_nothing, ("held", "o"))
 
 
 def _laid_alike(x: Any) -> Any:
