@@ -359,7 +359,8 @@ def default_table(dtype: torch.dtype, rounds: int, is_compiled: bool) -> dict[st
         found[f"prompt, {name}"] = in_turn(calls, max(2, rounds // 3), 1)
         show(*list(found.items())[-1])
     if is_compiled:
-        found["static cache"] = compiled_and_eager(dtype, rounds)
+        # four layers take a tenth of the time of all of them
+        found["static cache"] = compiled_and_eager(dtype, 10 * rounds)
         show(*list(found.items())[-1])
     return found
 
