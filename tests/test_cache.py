@@ -368,7 +368,7 @@ def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
     assert_close(go_on(model, cache, word), expected)
 
 
-@every_kind_of_cache
+@pytest.mark.parametrize("case", CASES_OF_CACHES, ids=lambda case: case.name)
 def test_a_cache_of_another_kind_of_model_is_refused_before_it_changes(case):
     model = make_model(case)
     token = random_tokens(1, 1, seed=1)
@@ -539,3 +539,16 @@ def test_a_cache_holds_the_memory_that_its_states_declare(case):
     assert state_bytes(cache) == cache_bytes(model.config, 20)
     go_on(model, cache, random_tokens(1, 1, seed=1))
     assert state_bytes(cache) == cache_bytes(model.config, 21)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("attention-kept", 9), ("deltaformer", 9), ("log-linear-gated-deltanet", 16)]
+)
+def test_a_static_cache_without_room_for_a_token_is_refused(name, most):
+    model = make_model(CASE[name], max_position_embeddings=64)
+    tokens = random_tokens(1, 24)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    for token in tokens[:, : most - 1].split(1, 1):
+        model(token, past_key_values=cache)
+    with pytest.raises(ValueError, match=f"cache must have room for all .*max_cache_len={most}.*8"):
+        model(tokens[:, most - 1 : most], past_key_values=cache)

@@ -473,3 +473,16 @@ def test_a_number_of_bits_leaves_matrices_as_they_are():
     spec = config.state_specs[0]
     assert spec["attention.keys"].bits == 8
     assert spec["memory.weights"].bits is None
+
+
+def test_guidance_has_the_bits_of_a_call():
+    how = {"max_new_tokens": 2, "guidance_scale": 2.0, "return_dict_in_generate": True}
+    how["output_scores"] = True
+    how["negative_prompt_ids"] = random_tokens(1, 6)
+    tokens = random_tokens(1, 9)
+    model = make_model(CASE["attention-kept"])
+    expected = make_model(CASE["attention-kept"], cache_bits=4).generate(tokens, **how)
+    for bits in ({"cache_bits": 4}, {"generation_config": GenerationConfig(cache_bits=4)}):
+        found = model.generate(tokens, **bits, **how)
+        assert all(map(torch.equal, found.scores, expected.scores))
+    assert not torch.equal(model.generate(tokens, **how).scores[0], expected.scores[0])

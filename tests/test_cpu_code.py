@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.cache_utils import DynamicCache, StaticCache
 
@@ -455,3 +456,15 @@ def test_what_is_compiled_is_found_again(new_library, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert new_library() is not None
+
+
+def test_tangents_of_a_token_are_kept():
+    model = make_model(CASE["deltanet"])
+    embedded = randn(1, 1, model.config.hidden_size)
+    with torch.no_grad(), forward_ad.dual_level():
+        given = forward_ad.make_dual(embedded, torch.ones_like(embedded))
+        found = forward_ad.unpack_dual(model(inputs_embeds=given).logits).tangent
+    expected = torch.func.jvp(
+        lambda x: model(inputs_embeds=x).logits, (embedded,), (torch.ones_like(embedded),)
+    )[1]
+    torch.testing.assert_close(found, expected)

@@ -199,3 +199,16 @@ def test_what_makes_no_sense_is_refused():
         ValueError, match=r"texts must be at least 150 for tolerance 0.1, error 0.05, got 3"
     ):
         calibrate(model, random_tokens(3, 8))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_prompt_in_pieces_is_read_by_all_layers(size):
+    model = make_model(CASE["attention-kept"])
+    tokens = random_tokens(1, 7)
+    how = {"max_new_tokens": 3, "do_sample": False}
+    with EarlyExit(model, threshold=ALWAYS) as leaving:
+        expected = model.generate(tokens, **how)
+        decoded = leaving.decoded
+        found = model.generate(tokens, prefill_chunk_size=size, **how)
+    assert torch.equal(found, expected)
+    assert leaving.decoded == decoded > 0

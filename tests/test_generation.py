@@ -253,3 +253,19 @@ def test_continuous_batching_names_what_reads_several_texts_at_once():
         match=r"generate_batch must .*got GatedLinearAttentionForCausalLM.*padded on the left",
     ):
         make_model(CASE["gla"]).generate_batch([[3, 4], [5]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inputs": [[1, 2, 3]]}, "inputs must be a tensor .B, T., a row for each text, got list"),
+        ({"inputs": random_tokens(1, 4)[0]}, "inputs must be a tensor .B, T., .* got shape .4,."),
+        (
+            {"inputs": random_tokens(2, 4), "attention_mask": torch.ones(2, 3)},
+            "attention_mask must cover all tokens, .2, 4. .*got shape .2, 3.",
+        ),
+    ],
+)
+def test_what_generate_cannot_read_is_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(CASE["gla"]).generate(**given, max_new_tokens=1)

@@ -827,3 +827,45 @@ def test_boundaries_of_keys_that_are_not_those_of_queries_are_refused(boundaries
         make_model(CASE["linear-full"])(
             random_tokens(1, 9), cu_seq_lens_q=of_queries, cu_seq_lens_k=torch.tensor([0, 5, 9])
         )
+
+
+@pytest.mark.parametrize("token", [2, -1, 0.5])
+def test_anything_but_zero_in_a_mask_is_a_token(token):
+    model = make_model(CASE["attention-kept"])
+    tokens = random_tokens(1, 8)
+    mask = torch.full((1, 8), token)
+    mask[:, :2] = 0
+    found = model(tokens, attention_mask=mask).logits[:, 2:]
+    assert torch.equal(found, model(tokens[:, 2:]).logits)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_chunks_give_no_outputs_of_layers(name):
+    model = make_model(CASE["gla"])
+    with pytest.raises(ValueError, match=f"chunk_length must be None with {name}"):
+        model(random_tokens(1, 8), chunk_length=4, **{name: True})
+
+
+@pytest.mark.parametrize("name", ["linear-elu", "gla"])
+def test_torch_func_gives_the_gradients_of_a_backward_pass(name):
+    model = make_model(CASE[name]).double()
+    tokens = random_tokens(1, 8)
+    weights = dict(model.named_parameters())
+
+    def loss(given):
+        return torch.func.functional_call(model, given, (tokens,), {"labels": tokens}).loss
+
+    found = torch.func.grad(loss)(weights)
+    loss(weights).backward()
+    for key, weight in weights.items():
+        assert_close(found[key], weight.grad)
+
+
+@pytest.mark.parametrize("name", ["titans-mac", "titans-lmm-rope"])
+def test_a_neural_memory_takes_weights_of_a_call(name):
+    model = make_model(CASE[name])
+    tokens = random_tokens(1, 8)
+    halves = {key: x * 0.5 for key, x in model.named_parameters()}
+    found = torch.func.functional_call(model, halves, (tokens,)).logits
+    model.load_state_dict(halves, strict=False)
+    assert torch.equal(found, model(tokens).logits)

@@ -470,6 +470,31 @@ class StaticMemoryLayer(MemoryLayer):
         grows = any(state.growth == "token" for state in self.spec.values())
         return self.tokens_read if grows and self.is_initialized else None
 
+    def read(
+        self,
+        inputs: Inputs | None = None,
+        spec: Spec | None = None,
+        mixer: str | None = None,
+    ) -> States:
+        """See `MemoryLayer.read`.
+
+        Raises:
+            ValueError: if a state that grows has no room for the inputs. On a GPU and in graphs, which would have to
+                wait for the number of tokens, that is not looked at.
+        """
+        states = super().read(inputs, spec, mixer)
+        is_known = self.tokens_read.device.type == "cpu" and not is_tracing(self.tokens_read)
+        if inputs is not None and is_known:
+            tokens = int(self.tokens_read) + _length(inputs)
+            if any(
+                x.grown_shape(tokens) > x.grown_shape(self.most_tokens) for x in self.spec.values()
+            ):
+                raise ValueError(
+                    f"cache must have room for all tokens, StaticCache(..., max_cache_len={tokens}) or more, got "
+                    f"max_cache_len={self.most_tokens}"
+                )
+        return states
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; states keep their dtypes: exporters of transformers cast all tensors of an example."""
         if name == "states" and self.__dict__.get("spec"):
@@ -825,6 +850,10 @@ def _writable(x: Tensor) -> Tensor:
 
 def owned(x: Tensor) -> Tensor:
     """x, or a copy if x is a part of a larger tensor, which it would keep in memory."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(
+        x
+    ):  # which does not show what it is a part of
+        return x
     return x.clone() if x.untyped_storage().size() > x.numel() * x.element_size() else x
 
 

@@ -34,7 +34,8 @@ class EarlyExit(Attached):
     """Lets tokens leave a model early, in a `with` statement or until `remove`; `generate` works as usual.
 
     A token that is decoded with a cache leaves after the first of `layers` at which the confidence reaches the
-    threshold. All rows of a batch leave together, when each is confident. Prompts are read by all layers.
+    threshold. All rows of a batch leave together, when each is confident. Prompts are read by all layers, in pieces
+    too, and so are tokens that an assistant or prompt lookup has drafted.
 
     Args:
         model: any causal language model of transformers that calls its layers one after the other.
@@ -96,6 +97,8 @@ class EarlyExit(Attached):
         self.depths: list[Tensor] = []
         self.decoded = 0  # number of tokens since the prompt
         self.is_active = False
+        self.reads_prompt = False  # whether `generate` does, in one pass or in pieces
+        self.enter_context(replaced(model, self._prefill, "_prefill"))
         for i, layer in enumerate(modules):
             run = partial(self._run, i, layer.forward, stateless_parts(layer))
             self.enter_context(replaced(layer, run))
@@ -110,6 +113,14 @@ class EarlyExit(Attached):
         if self.decay is None:
             return torch.full_like(start, self.threshold)
         return (0.9 * self.threshold + 0.1 * torch.exp(-self.decay * start)).clamp(max=1)
+
+    def _prefill(self, *args, **kwargs):
+        """Replaces the method of `generate` that reads the prompt."""
+        self.reads_prompt = True
+        try:
+            return type(self.model)._prefill(self.model, *args, **kwargs)
+        finally:
+            self.reads_prompt = False
 
     def _run(
         self,
@@ -148,7 +159,7 @@ class EarlyExit(Attached):
             self.is_active = self.states == "exact"
             decoded = torch.arange(T)
         else:
-            self.is_active = T == 1 and cache.get_seq_length() > 0
+            self.is_active = T == 1 and cache.get_seq_length() > 0 and not self.reads_prompt
             self.decoded = self.decoded + 1 if self.is_active else 0
             decoded = torch.tensor([self.decoded])
         self.wanted = self.threshold_after(decoded).to(hidden_states.device)
@@ -184,16 +195,16 @@ def exit_layers(num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...
 
 
 @contextmanager
-def replaced(module: nn.Module, forward: Callable):
-    """Replace the forward of a module, as a context."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
+def replaced(module: nn.Module, method: Callable, name: str = "forward"):
+    """Replace a method of a module, as a context."""
+    before = module.__dict__.get(name)
+    setattr(module, name, method)
     try:
         yield
     finally:
-        del module.forward
+        delattr(module, name)
         if before is not None:
-            module.forward = before
+            setattr(module, name, before)
 
 
 def stateless_parts(layer: nn.Module) -> list[nn.Module]:

@@ -49,11 +49,10 @@ class InitialWeights(nn.Module):
 
     def forward(self) -> tuple[Tensor, ...]:
         """The weights in float32."""
-        weights: list[Tensor] = [self.get_parameter(f"layer_{i}") for i in range(self.depth)]
+        weights: list[Tensor] = [getattr(self, f"layer_{i}") for i in range(self.depth)]
         if self.has_bias:
             weights = [
-                torch.cat([W, self.get_parameter(f"bias_{i}")], dim=1)
-                for i, W in enumerate(weights)
+                torch.cat([W, getattr(self, f"bias_{i}")], dim=1) for i, W in enumerate(weights)
             ]
         return tuple(map(upcast, weights))
 

@@ -49,6 +49,7 @@ from hf_memory.modeling.inputs import (
     check_mask_length,
     check_positions,
     check_some_tokens,
+    of_bools,
     warn_beyond_positions,
 )
 from hf_memory.modeling.packing import (
@@ -232,6 +233,10 @@ class MemoryPreTrainedModel(HubModel):
             module.init_own_parameters()
 
 
+# `cache_bits` of the call of `generate` in this thread
+BITS_OF_CALL: ContextVar[CacheBits | None] = ContextVar("cache_bits", default=None)
+
+
 class MemoryModel(MemoryPreTrainedModel):
     """Embedding, layers and final norm."""
 
@@ -314,6 +319,7 @@ class MemoryModel(MemoryPreTrainedModel):
         if cache is not None:
             self._check_cache(cache, inputs_embeds.shape[0])
         check_mask_length(inputs_embeds, attention_mask, cache)
+        attention_mask = of_bools(attention_mask)
         check_positions(inputs_embeds, position_ids)
         is_length = chunk_length is None or (type(chunk_length) is int and chunk_length > 0)
         check(is_length, "chunk_length", "a number of tokens above 0, or None", chunk_length)
@@ -402,8 +408,12 @@ class MemoryModel(MemoryPreTrainedModel):
         return embeddings
 
     def new_cache(self) -> Cache | None:
-        """The cache that a forward with `use_cache` creates if none is given."""
-        return DynamicCache(config=self.config)
+        """The cache that a forward with `use_cache` creates if none is given, in the bits of a call of `generate`."""
+        cache = DynamicCache(config=self.config)
+        bits = None if torch.compiler.is_compiling() else BITS_OF_CALL.get()
+        if bits is not None:
+            set_bits(cache, bits)
+        return cache
 
     def run_layers(
         self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs
@@ -473,10 +483,6 @@ class MemoryModel(MemoryPreTrainedModel):
         }
         kinds = self._running_types
         return {kind: MASKS[kind](**given, layer_idx=kinds.index(kind)) for kind in {*kinds}}
-
-
-# `cache_bits` of the call of `generate` in this thread
-BITS_OF_CALL: ContextVar[CacheBits | None] = ContextVar("cache_bits", default=None)
 
 
 class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
@@ -604,6 +610,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         bits = BITS_OF_CALL.get()
         if bits is None and hasattr(generation_config, "cache_bits"):
             bits = self.config.checked_bits(generation_config.cache_bits)
+            BITS_OF_CALL.set(bits)  # until the call ends
         cache = model_kwargs.get(CACHE)
         if isinstance(cache, Cache) and bits is not None:
             set_bits(cache, bits)

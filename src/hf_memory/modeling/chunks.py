@@ -43,6 +43,9 @@ def read_in_chunks(
         raise ValueError(
             "chunk_length must be None with a cache, since the chunks have one of their own"
         )
+    for name in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(model.config, name, False)):
+            raise ValueError(f"chunk_length must be None with {name}, which is not kept of chunks")
     check_divisible(
         model, inputs_embeds, attention_mask, position_ids, kwargs, "chunk_length must be None"
     )

@@ -48,19 +48,38 @@ def check_mask_length(inputs_embeds: Tensor, attention_mask, cache: Cache | None
         )
 
 
+def of_bools(attention_mask: Any) -> Any:
+    """A mask, as bools if it has two dimensions: what is not 0 is a token, as in transformers."""
+    is_plain = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    return attention_mask.bool() if is_plain else attention_mask
+
+
 def check_generate_inputs(name: str, rows: Any, attention_mask: Any) -> None:
     """Raise ValueError unless a call of `generate` has a token in each row, and a mask of as many rows, or of one.
 
     transformers drops a mask of ones before a forward pass could see it, but not the positions that it counts.
     """
     check_mask_type(attention_mask)
-    if not isinstance(rows, Tensor):
+    if not name:
         return
-    check_some_tokens(name, rows)
-    is_plain = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-    if is_plain and len(attention_mask) not in (1, len(rows)):
+    dims = 3 if name == "inputs_embeds" else 2
+    if not isinstance(rows, Tensor) or rows.ndim != dims:
+        shape = "[B, T, hidden_size]" if dims == 3 else "[B, T]"
         raise ValueError(
-            f"attention_mask must have a row for each text, [{len(rows)}, ...], got shape {tuple(attention_mask.shape)}"
+            f"{name} must be a tensor {shape}, a row for each text, got {shape_or_type(rows)}"
+        )
+    check_some_tokens(name, rows)
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return
+    B, T = rows.shape[:2]
+    given = tuple(attention_mask.shape)
+    if given[0] not in (1, B):
+        raise ValueError(
+            f"attention_mask must have a row for each text, [{B}, ...], got shape {given}"
+        )
+    if given[1] < T:
+        raise ValueError(
+            f"attention_mask must cover all tokens, [{B}, {T}] and those of a cache before them, got shape {given}"
         )
 
 

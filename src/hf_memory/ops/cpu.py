@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # sums in any order, which vectors need; numbers that are not finite stay so
@@ -108,7 +109,8 @@ def runs(x: Tensor, in_graphs: bool = False) -> bool:
     """Whether compiled code takes numbers x: on a CPU in float32 or bfloat16, without gradients.
 
     And without a graph, unless it is one of `torch.compile` and there is an operation for graphs. Neither what
-    torch.func transforms nor a mode that sees each operation, such as make_fx, would notice compiled code.
+    torch.func transforms, nor tangents of forward-mode AD, nor a mode that sees each operation, such as make_fx, would
+    notice compiled code.
     """
     is_plain = x.device.type == "cpu" and x.dtype in DTYPES and type(x) is Tensor
     if not is_plain or torch.is_grad_enabled():
@@ -118,6 +120,7 @@ def runs(x: Tensor, in_graphs: bool = False) -> bool:
     return (
         torch._C._get_tracing_state() is None
         and torch._C._functorch.maybe_current_level() is None
+        and forward_ad._current_level < 0
         and not torch._C._len_torch_dispatch_stack()
         and library() is not None
     )
