@@ -850,10 +850,9 @@ def _writable(x: Tensor) -> Tensor:
 
 def owned(x: Tensor) -> Tensor:
     """x, or a copy if x is a part of a larger tensor, which it would keep in memory."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(
-        x
-    ):  # which does not show what it is a part of
-        return x
+    functorch = torch._C._functorch
+    if not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(x):
+        return x  # it does not show what it is a part of
     return x.clone() if x.untyped_storage().size() > x.numel() * x.element_size() else x
 
 
