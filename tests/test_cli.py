@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, pipeline
 
-from hf_memory.cli.options import read_pairs
+from hf_memory.cli.options import read_goal, read_pairs, read_weights
 from hf_memory.conversion import Schedule, defaults
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo
 from hf_memory.evaluation import evaluate, tasks
@@ -493,6 +493,20 @@ def test_values_are_read_as_what_they_look_like():
     }
 
 
+def test_goals_and_weights_are_numbers_in_any_form(tmp_path):
+    assert read_goal("kl=1e-9") == 1e-9
+    assert read_goal("kl=.5") == 0.5
+    for wrong in ("kl=nan", "kl=inf", "kl=-1", "kl=", "0.5"):
+        with pytest.raises(ValueError, match=f"goal must be kl=NUMBER .* got {wrong}"):
+            read_goal(wrong)
+    assert read_weights(["a.txt=1e-3", "b.txt=2."]) == (["a.txt", "b.txt"], [1e-3, 2.0])
+    assert read_weights(["a=b.txt"]) == (["a=b.txt"], None)
+    file = tmp_path / "run=3"  # a name
+    file.write_text("words")
+    assert read_weights([str(file)]) == ([str(file)], None)
+    assert read_weights([f"{file}=2"]) == ([str(file)], [2.0])
+
+
 @pytest.mark.usefixtures("without_pictures")
 def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
     student = tmp_path / "student"
@@ -543,6 +557,13 @@ def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
         (
             ["convert", "TEACHER", "--text", "TEXT", "--text", "b=0.3", "--output", "OUT"],
             "all texts or none must have a",
+        ),
+        *(
+            (
+                ["convert", "TEACHER", "--text", f"TEXT={weight}", "--output", "OUT"],
+                f"text.txt must be a number above 0, as in a.txt=0.7, got '{weight}'",
+            )
+            for weight in ("nan", "-1", "0", "inf", "x")
         ),
         (
             ["demo", "--output", "TEACHER"],
