@@ -331,6 +331,29 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     assert yaml.safe_load((second / "run.yaml").read_text()) == described | {"output": str(second)}
 
 
+@pytest.mark.usefixtures("without_pictures")
+def test_words_of_a_run_file_stay_what_they_are_beside_files_of_their_names(
+    run, teacher, text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("small", "attention", "eviction=received_attention"):
+        (tmp_path / name).mkdir()
+    shutil.copy(text, "text.txt")
+    os.symlink(teacher, "teacher")
+    words = "--size", "small", "--to", "attention", "-o", "eviction=received_attention"
+    short = "--distillation", "steps=1,batch_size=1,length=16"
+    command = "convert", "teacher", "--text", "text.txt=1", "--output", "small/student"
+    code, _, err = run(*command, *words, *short)
+    assert err == ""
+    assert code == 0
+    described = yaml.safe_load((tmp_path / "small" / "student" / "run.yaml").read_text())
+    assert (described["size"], described["to"]) == ("small", "attention")
+    assert "eviction=received_attention" in described["option"]
+    assert described["teacher"] == str(tmp_path / "teacher")
+    assert described["text"] == [f"{tmp_path / 'text.txt'}=1"]
+    assert described["output"] == str(tmp_path / "small" / "student")
+
+
 def test_a_typed_option_leaves_the_others_of_a_file(run, teacher, text, tmp_path):
     file = tmp_path / "my.yaml"
     settings = {
