@@ -220,6 +220,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     weights = sum(x.numel() for x in LlamaForCausalLM.from_pretrained(teacher).parameters())
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert f"teacher llama, {weights:,} parameters" in lines
+    assert "saved in float32, 0.02 MB" in lines
     assert "attention kept 1" in lines
     assert "128 tokens, 0.036 times the text" in lines
     assert "cache of 1,024 tokens 0.07 MB, 50.9% of the teacher's 0.13 MB in 16 bits" in lines
