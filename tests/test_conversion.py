@@ -106,6 +106,18 @@ def test_a_factor_of_rope_that_a_teacher_ignores_is_ignored_in_its_student(name,
     torch.testing.assert_close(student(tokens).logits, teacher(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_angles_of_a_student_are_as_exact_as_those_of_its_teacher(tmp_path):
+    make_teacher("llama").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    cast = make_teacher("llama").to(torch.bfloat16)
+    for teacher, dtype in ((loaded, torch.float32), (cast, torch.bfloat16)):
+        student = make_student(teacher, "attention")
+        assert student.dtype == torch.bfloat16
+        angles = student.model.rotary_emb.inv_freq
+        torch.testing.assert_close(angles, teacher.model.rotary_emb.inv_freq, rtol=0, atol=0)
+        assert angles.dtype == dtype
+
+
 def test_a_student_with_other_angles_than_its_teacher_is_refused():
     teacher = make_teacher("llama")
     student = make_student(teacher, "attention")
