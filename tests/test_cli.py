@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, pipeline
 
-from hf_memory.cli.options import read_pairs
+from hf_memory.cli.options import read_goal, read_pairs, read_weights
 from hf_memory.conversion import Schedule, defaults
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo
 from hf_memory.evaluation import evaluate, tasks
@@ -220,6 +220,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     weights = sum(x.numel() for x in LlamaForCausalLM.from_pretrained(teacher).parameters())
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert f"teacher llama, {weights:,} parameters" in lines
+    assert "saved in float32, 0.02 MB" in lines
     assert "attention kept 1" in lines
     assert "128 tokens, 0.036 times the text" in lines
     assert "cache of 1,024 tokens 0.07 MB, 50.9% of the teacher's 0.13 MB in 16 bits" in lines
@@ -329,6 +330,29 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     assert run("convert", "--config", first / "run.yaml", "--output", second)[0] == 0
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     assert yaml.safe_load((second / "run.yaml").read_text()) == described | {"output": str(second)}
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_words_of_a_run_file_stay_what_they_are_beside_files_of_their_names(
+    run, teacher, text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("small", "attention", "eviction=received_attention"):
+        (tmp_path / name).mkdir()
+    shutil.copy(text, "text.txt")
+    os.symlink(teacher, "teacher")
+    words = "--size", "small", "--to", "attention", "-o", "eviction=received_attention"
+    short = "--distillation", "steps=1,batch_size=1,length=16"
+    command = "convert", "teacher", "--text", "text.txt=1", "--output", "small/student"
+    code, _, err = run(*command, *words, *short)
+    assert err == ""
+    assert code == 0
+    described = yaml.safe_load((tmp_path / "small" / "student" / "run.yaml").read_text())
+    assert (described["size"], described["to"]) == ("small", "attention")
+    assert "eviction=received_attention" in described["option"]
+    assert described["teacher"] == str(tmp_path / "teacher")
+    assert described["text"] == [f"{tmp_path / 'text.txt'}=1"]
+    assert described["output"] == str(tmp_path / "small" / "student")
 
 
 def test_a_typed_option_leaves_the_others_of_a_file(run, teacher, text, tmp_path):
@@ -493,6 +517,20 @@ def test_values_are_read_as_what_they_look_like():
     }
 
 
+def test_goals_and_weights_are_numbers_in_any_form(tmp_path):
+    assert read_goal("kl=1e-9") == 1e-9
+    assert read_goal("kl=.5") == 0.5
+    for wrong in ("kl=nan", "kl=inf", "kl=-1", "kl=", "0.5"):
+        with pytest.raises(ValueError, match=f"goal must be kl=NUMBER .* got {wrong}"):
+            read_goal(wrong)
+    assert read_weights(["a.txt=1e-3", "b.txt=2."]) == (["a.txt", "b.txt"], [1e-3, 2.0])
+    assert read_weights(["a=b.txt"]) == (["a=b.txt"], None)
+    file = tmp_path / "run=3"  # a name
+    file.write_text("words")
+    assert read_weights([str(file)]) == ([str(file)], None)
+    assert read_weights([f"{file}=2"]) == ([str(file)], [2.0])
+
+
 @pytest.mark.usefixtures("without_pictures")
 def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
     student = tmp_path / "student"
@@ -543,6 +581,13 @@ def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
         (
             ["convert", "TEACHER", "--text", "TEXT", "--text", "b=0.3", "--output", "OUT"],
             "all texts or none must have a",
+        ),
+        *(
+            (
+                ["convert", "TEACHER", "--text", f"TEXT={weight}", "--output", "OUT"],
+                f"text.txt must be a number above 0, as in a.txt=0.7, got '{weight}'",
+            )
+            for weight in ("nan", "-1", "0", "inf", "x")
         ),
         (
             ["demo", "--output", "TEACHER"],

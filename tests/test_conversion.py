@@ -90,6 +90,42 @@ def student_with_positions(teacher, to, options, positions, tokens):
     return student
 
 
+PART = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+def test_a_factor_of_rope_that_a_teacher_ignores_is_ignored_in_its_student(name, monkeypatch):
+    config, model, options = TEACHERS[name]
+    kinds = {"full_attention", "sliding_attention"}
+    rope = dict.fromkeys(kinds, PART) if name == "gemma3" else PART
+    monkeypatch.setitem(TEACHERS, "part", (config, model, options | {"rope_parameters": rope}))
+    teacher = make_teacher("part")
+    student = make_student(teacher, "linear", keep=(0, 1))
+    carry_over(student, teacher)
+    tokens = text(40)[None]
+    torch.testing.assert_close(student(tokens).logits, teacher(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_angles_of_a_student_are_as_exact_as_those_of_its_teacher(tmp_path):
+    make_teacher("llama").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    cast = make_teacher("llama").to(torch.bfloat16)
+    for teacher, dtype in ((loaded, torch.float32), (cast, torch.bfloat16)):
+        student = make_student(teacher, "attention")
+        assert student.dtype == torch.bfloat16
+        angles = student.model.rotary_emb.inv_freq
+        torch.testing.assert_close(angles, teacher.model.rotary_emb.inv_freq, rtol=0, atol=0)
+        assert angles.dtype == dtype
+
+
+def test_a_student_with_other_angles_than_its_teacher_is_refused():
+    teacher = make_teacher("llama")
+    student = make_student(teacher, "attention")
+    student.model.rotary_emb.inv_freq.mul_(0.9)
+    with pytest.raises(ValueError, match="rope_parameters of the student must be those of the an"):
+        carry_over(student, teacher)
+
+
 @pytest.mark.filterwarnings("ignore:the text has more tokens")
 @pytest.mark.parametrize("positions", [24, 96])
 @pytest.mark.parametrize(("to", "options"), LONG_ROPE_STUDENTS)

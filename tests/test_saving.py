@@ -1,6 +1,7 @@
 """A conversion from files to a folder in one call, as a program and as the command line make it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from hf_memory.conversion import (
     load_tokenizer,
     read_tokens,
     resolve,
+    saving,
 )
 from hf_memory.evaluation import tasks
 from hf_memory.files.text import hold_out
-from teachers import make_teacher
+from teachers import FAST, make_teacher
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 NONE = Schedule(0, 1e-3)
@@ -162,11 +164,50 @@ def test_a_command_that_is_stopped_after_its_model_was_saved_goes_on_measuring(
     code, out, err = run(*words)
     assert err == ""
     assert code == 0
+    assert f"{made} has the model of the same run, which was stopped" in out
     assert not [x for x in ("ranking heads", "distillation:", "fine-tuning:") if x in out]
     assert (made / WEIGHTS).read_bytes() == weights
     losses = json.loads((made / "results.json").read_text())["losses"]
     assert all(losses.values())
     assert not (made / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize("changed", ["model", "text"])
+@pytest.mark.parametrize("command", ["convert", "fine-tune"])
+def test_a_stopped_command_does_not_go_on_with_the_model_of_another_teacher_or_text(
+    command, changed, run, teacher, text, tmp_path, monkeypatch
+):
+    shutil.copytree(teacher, tmp_path / "teacher")
+    shutil.copy(text, tmp_path / "text.txt")
+    student = tmp_path / "student"
+    flags = FAST if command == "convert" else COMMANDS[command]
+    given = tmp_path / "teacher", "--text", tmp_path / "text.txt", "--output", student
+    asked = command, *given, *flags
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "results_of", stop)
+        assert run(*asked)[0] == 130
+    weights = (student / WEIGHTS).read_bytes()
+    if changed == "text":
+        words = text.read_text().split()
+        (tmp_path / "text.txt").write_text(" ".join(reversed(words)))
+    else:
+        model = load_teacher(str(teacher))
+        model.model.norm.weight.data.mul_(1.5)
+        model.save_pretrained(tmp_path / "teacher")
+    code, _, err = run(*asked)
+    assert code == 2
+    assert f"got {student} of a run that was stopped, with another {changed};" in err
+    assert (student / WEIGHTS).read_bytes() == weights
+    code, out, err = run(*asked, "--overwrite")
+    assert err == ""
+    assert code == 0
+    assert "nothing is trained" not in out
+    assert (student / WEIGHTS).read_bytes() != weights
+    found = json.loads((student / "results.json").read_text())["rows"]
+    shutil.rmtree(student)
+    assert run(*asked)[0] == 0
+    anew = json.loads((student / "results.json").read_text())["rows"]
+    assert all(found[name]["perplexity"] == row["perplexity"] for name, row in anew.items())
 
 
 def test_a_goal_that_no_student_reaches_says_what_was_measured(run, teacher, text, tmp_path):

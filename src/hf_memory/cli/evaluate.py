@@ -151,6 +151,8 @@ def evaluate(
     mine = f"{model} with {datastore.name}" if datastore else model
     if loading.cache_bits is not None:
         mine += f" with cache_bits={loading.cache_bits}"
+    if against == mine:
+        raise _same_model(mine, mine)
     with folder_lock(output), signs_of_life() as report:
         sources = ({against: against} if against else {}) | {mine: model}
         as_saved = replace(loading, cache_bits=None)
@@ -212,10 +214,14 @@ def _weights(models: dict[str, tuple], store: Datastore | None) -> dict[str, str
                 f"against must be a model with the same tokenizer, got {other} with another one"
             )
         if weights[other] == weights[mine]:
-            raise ValueError(
-                f"against must be another model than {mine}, got {other} with the same weights"
-            )
+            raise _same_model(mine, other)
     return weights
+
+
+def _same_model(mine: str, other: str) -> ValueError:
+    return ValueError(
+        f"against must be another model than {mine}, got {other} with the same weights"
+    )
 
 
 def _numbers(lengths: str, name: str = "lengths") -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Flags that several commands have, and how their values are read."""
 
 import json
+import math
 import os
 import re
 from contextlib import suppress
@@ -19,13 +20,12 @@ from hf_memory.cli.terminal import console
 from hf_memory.conversion import find_gguf
 from hf_memory.conversion.costs import DEVICES
 from hf_memory.evaluation import ITEMS
-from hf_memory.modeling.checks import check_type
+from hf_memory.modeling.checks import check, check_type
 from hf_memory.modeling.configuration import MemoryConfig
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 WORDS = {"true": True, "false": False, "null": None}
-NUMBER = re.compile(r"\d*\.?\d+")
-SIGNED = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 GENERATED = "teacher:500k[:prompts.txt] is text that the teacher writes"
 
 
@@ -184,7 +184,7 @@ def _value(text: str) -> bool | int | float | str | list | dict | None:
         return None
     if text.lower() in WORDS:
         return WORDS[text.lower()]
-    if not SIGNED.fullmatch(text):
+    if not NUMBER.fullmatch(text):
         return text
     return int(text) if text.lstrip("+-").isdecimal() else float(text)
 
@@ -213,10 +213,9 @@ def read_weights(texts: list[str]) -> tuple[list[str], list[float] | None]:
     sources = []
     weights = []
     for text in texts:
-        source, _, weight = text.rpartition("=")
-        is_weighted = NUMBER.fullmatch(weight) and not Path(text).exists()
-        sources.append(source if is_weighted else text)
-        weights += [float(weight)] if is_weighted else []
+        source, weight = _weighted(text)
+        sources.append(source)
+        weights += [] if weight is None else [weight]
     if weights and len(weights) < len(texts):
         raise ValueError(
             f"all texts or none must have a weight, as a.txt=0.7, got {', '.join(texts)}"
@@ -224,12 +223,32 @@ def read_weights(texts: list[str]) -> tuple[list[str], list[float] | None]:
     return sources, weights or None
 
 
+def _weighted(text: str) -> tuple[str, float | None]:
+    """A source of text without its weight, and the weight; None if it has none."""
+    source, equals, word = text.rpartition("=")
+    weight = _number(word)
+    is_source = weight is None and not os.path.exists(source)
+    if not equals or is_source or os.path.exists(text):
+        return text, None
+    is_right = weight is not None and 0 < weight < math.inf
+    check(is_right, f"weight of {source}", "a number above 0, as in a.txt=0.7", word)
+    return source, weight
+
+
 def read_goal(words: str) -> float:
     """The KL of a goal such as kl=0.05."""
     name, _, value = words.partition("=")
-    if name != "kl" or not NUMBER.fullmatch(value):
+    kl = _number(value)
+    if name != "kl" or kl is None or not 0 <= kl < math.inf:
         raise ValueError(f"goal must be kl=NUMBER such as kl=0.05, got {words}")
-    return float(value)
+    return kl
+
+
+def _number(word: str) -> float | None:
+    """The number that a word is, also nan or inf; None if it is none."""
+    with suppress(ValueError):
+        return float(word)
+    return None
 
 
 def named_after(model: str, what: str) -> Path:

@@ -32,6 +32,8 @@ OF_ONE_CALL = {
     "overwrite",
     "help",
 }
+# parameters whose words name models or files, as those that are a Path do
+OF_FILES = {"teacher", "model", "text"}
 
 
 def parameters_of(context: typer.Context) -> Sequence:
@@ -105,21 +107,24 @@ class Flags(NamedTuple):
         values["keep"] = None if recipe.keep is None else str(recipe.keep)
         values |= {name: x._asdict() for name, x in recipe.schedules.items() if None not in x}
         described = {
-            _names(x)[0].replace("_", "-"): _from_anywhere(values[x.name])
+            _names(x)[0].replace("_", "-"): _described(x.name, values[x.name])
             for x in self.parameters
             if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [], ())
         }
         return {RUN: yaml.safe_dump(described, sort_keys=False, allow_unicode=True)}
 
 
-def _from_anywhere(value: Any) -> Any:
-    """A value in which paths of this folder begin at the root, so that they hold in others, too."""
+def _described(name: str, value: Any) -> Any:
+    """The value of a parameter for a file, in which paths begin at the root, so that they hold in other folders."""
     if isinstance(value, list | tuple):
-        return [_from_anywhere(x) for x in value]
+        return [_described(name, x) for x in value]
     if isinstance(value, Path):
         return str(value.absolute())
-    if not isinstance(value, str):
-        return value
+    return _from_anywhere(value) if name in OF_FILES else value
+
+
+def _from_anywhere(value: str) -> str:
+    """The name of a model or a text, which begins at the root if it is a path of this folder."""
     before, _, prompts = value.rpartition(":")
     file, equals, weight = value.rpartition("=")
     # which is False for what is too long for a path

@@ -59,6 +59,16 @@ def request_of(
         items=training.items,
         overwrite=training.overwrite,
         extra_files=flags.files,
+        goes_on=say_going_on,
+    )
+
+
+def say_going_on(folder: Path) -> None:
+    """Print that a model is measured that a stopped call has saved."""
+    console.print(
+        f"{folder} has the model of the same run, which was stopped: it is measured, and nothing is trained. Delete "
+        "the folder to begin again.",
+        soft_wrap=True,
     )
 
 

@@ -46,6 +46,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         size = f"{_megabytes(plan.teacher_bytes)}, beside {whole} in memory of the CPU"
         rows += [(f"teacher in {plan.recipe.teacher_bits} bits", size)]
     rows += [("student", f"{plan.student.model_type}, {plan.student_parameters:,} parameters")]
+    rows += [("", f"saved in float32, {_megabytes(BYTES * plan.student_parameters)}")]
     rows += _attention_rows(plan)
     rows += _option_rows(plan)
     for stage in plan.stages:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
 from hf_memory.conversion.recipe import Recipe
@@ -24,6 +25,7 @@ from hf_memory.conversion.teachers.loading import (
 )
 from hf_memory.evaluation import ITEMS, record
 from hf_memory.export.targets import find_target, servable_memory
+from hf_memory.files.fingerprints import model_fingerprint, tokens_fingerprint
 from hf_memory.files.folders import RESULTS, check_output
 from hf_memory.files.text import ANY_TEXT, Text, hold_out
 from hf_memory.files.tokenised import read_tokens
@@ -31,9 +33,14 @@ from hf_memory.modeling.configuration import MemoryConfig
 
 TOKENS = "tokens"  # folder beside checkpoints
 MADE = "made"  # of a record: how the model was made that is measured
+MADE_OF = "made_of"  # of a record: fingerprints of the model and the text that this was made of
 
 
 WITHOUT_SERVABLE = "without it transformers runs the student, and vLLM with our plugin"
+
+
+def ignore(folder: Path) -> None:
+    """Do nothing about a model that a stopped call has saved."""
 
 
 def no_files(plan: Plan) -> dict[str, str]:
@@ -60,6 +67,7 @@ class Request:
         items: questions of each kind on which answers are scored; 0: none.
         overwrite: whether the result of an earlier run in `output` is replaced.
         extra_files: texts of further files for the folder, by name, given the final plan.
+        goes_on: is called with `output` if a stopped call has saved its model there, so that nothing is trained.
     """
 
     model: str
@@ -74,13 +82,14 @@ class Request:
     items: int = ITEMS
     overwrite: bool = False
     extra_files: Callable[[Plan], Mapping[str, str]] = no_files
+    goes_on: Callable[[Path], None] = ignore
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output", Path(self.output))
 
     def settings(self, plan: Plan) -> dict[str, str]:
         """What determines the result, by name, so that a call that was stopped is known again."""
-        apart = ("recipe", "run", "overwrite", "extra_files", "output")
+        apart = ("recipe", "run", "overwrite", "extra_files", "goes_on", "output")
         given = {x.name: getattr(self, x.name) for x in fields(self) if x.name not in apart}
         return describe({**given, **plan.describe(self.run)})
 
@@ -109,6 +118,34 @@ class Prepared(NamedTuple):
     def made(self) -> dict[str, Any] | None:
         """Choice and losses of a model that a stopped call has saved."""
         return self.known.get(MADE)
+
+    def recognize(self, model: PreTrainedModel) -> None:
+        """Find out whether a stopped call has saved a model, and made it of this one and of this text.
+
+        Args:
+            model: the teacher, or the model to fine-tune, before it is trained.
+
+        Raises:
+            ValueError: if it was made of another model or text, unless it may be replaced: then all begins again.
+        """
+        output = self.request.output
+        text = self.tokens, self.held_out
+        now = {"model": model_fingerprint(model), "text": " ".join(map(tokens_fingerprint, text))}
+        before = self.known.get(MADE_OF, {})
+        self.known[MADE_OF] = now
+        if self.made is None:
+            return
+        others = [name for name in now if now[name] != before.get(name)]
+        if not others:
+            self.request.goes_on(output)
+            return
+        if not self.request.overwrite:
+            raise ValueError(
+                f"output must be a new folder or one of the same run, got {output} of a run that was stopped, with "
+                f"another {' and '.join(others)}; --overwrite replaces it"
+            )
+        del self.known[MADE]
+        self.known["models"].clear()
 
 
 def prepare(request: Request, *, is_dry: bool = False) -> Prepared:

@@ -72,7 +72,7 @@ def convert_and_save(request: Request) -> Saved | None:
     """Convert a model, save the student in a folder, measure it beside its teacher, and write its card.
 
     All that can be wrong is found before any work. The same call goes on from the checkpoints of one that was stopped;
-    if its model was saved, only what was not measured is measured.
+    if its model was saved, only what was not measured is measured, unless teacher or text are others by now.
 
     Args:
         request: what is converted, how, and where the student goes. With a recipe whose `to` is None, the model is
@@ -82,7 +82,8 @@ def convert_and_save(request: Request) -> Saved | None:
         The student with its plan and results; None in all processes of a launch except the first.
 
     Raises:
-        ValueError: for what cannot work, see `resolve` and `check_run`; or if another process writes to the output.
+        ValueError: for what cannot work, see `resolve` and `check_run`; if another process writes to the output; or if
+            a stopped call has saved a model there that it made of another teacher or text, without `overwrite`.
         OSError: if a file cannot be read or written.
     """
     with ExitStack() as stack:
@@ -153,6 +154,7 @@ def _is_loadable(prepared: Prepared) -> bool:
 def _converted(prepared: Prepared) -> Trained | None:
     """The student and its measurements; None in all processes except the first."""
     models = load_models(prepared.request, prepared.draft)
+    prepared.recognize(models.teacher)
     if prepared.made is None:
         made = convert(
             models.teacher,
@@ -195,6 +197,7 @@ def _measure_conversion(
 def _fine_tuned(prepared: Prepared, scratch: Path) -> Trained | None:
     """The trained model and its measurements before and after; None in all processes except the first."""
     model = load_teacher(prepared.request.model)
+    prepared.recognize(model)
     group = processes()
     model.to(device())  # type: ignore[arg-type]
     plan = prepared.draft

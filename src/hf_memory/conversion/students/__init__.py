@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.cache import LAYER_TYPES
@@ -136,7 +137,20 @@ def build(config: PreTrainedConfig, teacher: PreTrainedModel, seed: int) -> Memo
         family = next(family for family in FAMILIES if family.config is type(config))
         student = family.causal_lm(copy.deepcopy(config))  # type: ignore[arg-type]
     student.generation_config = copy.deepcopy(teacher.generation_config)
-    return student.to(teacher.device, teacher.dtype).eval()  # type: ignore[arg-type]
+    exact = _angles(student)
+    student.to(teacher.device, teacher.dtype)  # type: ignore[arg-type]
+    # a teacher that was loaded in 16 bits has angles in float32, and one that was cast has not
+    dtype = next((x.dtype for x in _angles(teacher).values()), teacher.dtype)
+    for name, x in exact.items():
+        place, _, own_name = name.rpartition(".")
+        rotary = student.get_submodule(place)
+        setattr(rotary, own_name, x.to(teacher.device, dtype))
+    return student.eval()
+
+
+def _angles(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The angles of rotations in a model, by the names of their buffers."""
+    return {name: x for name, x in model.named_buffers() if name.endswith("inv_freq")}
 
 
 def _check_options(family: Family, shared: Mapping, options: Mapping) -> None:

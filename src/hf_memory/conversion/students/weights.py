@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.teachers import find_teacher
+from hf_memory.conversion.teachers import find_teacher, has_two_ropes
 from hf_memory.modeling.any_model import check_pair
 from hf_memory.modeling.checks import check
 from hf_memory.modeling.configuration import MemoryConfig
@@ -16,6 +16,11 @@ from hf_memory.modeling.configuration import MemoryConfig
 NEW_WEIGHTS = re.compile(  # names of weights that a teacher does not have
     r"model\.(layers\.\d+\.(mixer|mlp\.memory)|memory_values|embed_positions)\."
 )
+
+ANGLES = {  # buffers with the angles of a field, in a student and in a teacher
+    "rope_parameters": ("rotary_emb.inv_freq", "rotary_emb.full_attention_inv_freq"),
+    "local_rope_parameters": ("local_rotary_emb.inv_freq", "rotary_emb.sliding_attention_inv_freq"),
+}
 
 
 class CarriedWeights(NamedTuple):
@@ -44,7 +49,8 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
         teacher: a causal language model of a type in TEACHERS.
 
     Raises:
-        ValueError: if a tensor has no counterpart or another shape, or the student has new tensors elsewhere.
+        ValueError: if a tensor has no counterpart or another shape, the student has new tensors elsewhere, or it
+            rotates by other angles.
     """
     target = student.state_dict()
     values, weights = _values(student, target, teacher)
@@ -95,6 +101,7 @@ def _values(
     student: nn.Module, target: dict[str, Tensor], teacher: PreTrainedModel
 ) -> tuple[dict[str, Tensor], CarriedWeights]:
     """What a teacher's tensors give the tensors of a student, by the names in the student, and which they are."""
+    _check_angles(student, teacher)
     source = teacher.state_dict()
     config: Any = student.config
     memories = [i for i, kind in enumerate(config.layer_types or ()) if kind == "memory"]
@@ -125,6 +132,25 @@ def _values(
         used[name] = (*used.get(name, ()), other)
     values = {other: x for _, other, x in moves}
     return values, CarriedWeights(used, dropped, new)
+
+
+def _check_angles(student: nn.Module, teacher: PreTrainedModel) -> None:
+    """Raise ValueError unless a student rotates by its teacher's angles; not of those that change with the text."""
+    if has_two_ropes(teacher.config):
+        return
+    models = [dict(model.get_submodule("model").named_buffers()) for model in (student, teacher)]
+    for field, names in ANGLES.items():
+        found = [model[name] for model in models for name in names if name in model]
+        known = [x for x in found if x.device.type != "meta"]
+        wanted = f"those of the angles of the teacher, a {type(teacher).__name__}"
+        is_same = len(known) < 2 or _are_close(*known)
+        check(is_same, f"{field} of the student", wanted, getattr(student.config, field))
+
+
+def _are_close(x: Tensor, y: Tensor) -> bool:
+    """Whether angles are the same, up to their rounding to 16 bits."""
+    x, y = (angles.float().cpu() for angles in (x, y))
+    return x.shape == y.shape and torch.allclose(x, y, rtol=1e-2, atol=1e-6)
 
 
 def _overwritten(moves: list[tuple[str, str, Tensor]], target: dict[str, Tensor]) -> list[str]:

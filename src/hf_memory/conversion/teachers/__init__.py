@@ -81,6 +81,7 @@ class Teacher(NamedTuple):
         always: arguments of our config that are the same for all models of this type.
         others: makes further arguments of our config; raises ValueError for what ours does not support.
         parts: splits and renames a weight into weights with Llama's names.
+        rotates_part: whether its class heeds `partial_rotary_factor` in RoPE of the default type.
     """
 
     model_type: str
@@ -90,6 +91,7 @@ class Teacher(NamedTuple):
     parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = (
         lambda config, name, x: {name: x}
     )
+    rotates_part: bool = False
 
 
 QK_NORMS = {"use_qk_norm": True}
@@ -107,7 +109,7 @@ TEACHERS = (
         ("attention_bias",),
         {"norm_placement": "post", "qk_norm_whole_width": True, **QK_NORMS},
     ),
-    Teacher("phi3", ("sliding_window",), parts=_phi3_parts),
+    Teacher("phi3", ("sliding_window",), parts=_phi3_parts, rotates_part=True),
     Teacher(
         "gemma2",
         ("sliding_window", "attention_bias", *CAPS),
@@ -189,7 +191,16 @@ def shared_options(config: PreTrainedConfig) -> dict:
     shared |= {name: getattr(config, name) for name in teacher.same}
     if "attention_bias" in teacher.same:
         shared["attention_output_bias"] = config.attention_bias
-    return {**shared, "head_dim": head_dim(config), **teacher.always, **teacher.others(config)}
+    shared |= {"head_dim": head_dim(config), **teacher.always, **teacher.others(config)}
+    ropes = {name: shared[name] for name in ROPES if shared.get(name)}
+    return shared | {name: _heeded(rope, teacher) for name, rope in ropes.items()}
+
+
+def _heeded(rope: Mapping[str, Any], teacher: Teacher) -> dict[str, Any]:
+    """What a teacher's class heeds of parameters of RoPE."""
+    is_ignored = rope["rope_type"] == "default" and not teacher.rotates_part
+    ignored = {"partial_rotary_factor"} if is_ignored else set()
+    return {name: x for name, x in rope.items() if name not in ignored}
 
 
 def has_two_ropes(config: PreTrainedConfig) -> bool:
