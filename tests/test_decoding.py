@@ -94,6 +94,14 @@ def of_shifted_labels(model, batch):
     return model(tokens, labels=labels.flip(1), shift_labels=shifted)
 
 
+def test_neighbours_want_outputs_with_names(tmp_path):
+    model = llama().float()
+    store = build_datastore(model, random_tokens(40), tmp_path / "store", dtype=torch.float32)
+    message = "return_dict must be True with NearestNeighbours"
+    with NearestNeighbours(model, store, k=3), pytest.raises(ValueError, match=message):
+        model(random_tokens(1, 9), return_dict=False)
+
+
 @pytest.mark.parametrize(
     ("call", "part"), [(by_position, 1), (of_two_micro_batches, 1 / 2), (of_shifted_labels, 1)]
 )

@@ -12,7 +12,7 @@ import yaml
 from rich.table import Table
 from tokenizers import pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cases import CASE, SIZES, make_model, word_tokenizer
 from hf_memory.cli import terminal
@@ -269,6 +269,7 @@ class Reader(nn.Module):
     """A model of which is known what it predicts of tokens [1, T], and what it writes."""
 
     device = torch.device("cpu")
+    generation_config = GenerationConfig()
 
     def __init__(self, predict, write):
         super().__init__()
@@ -309,9 +310,17 @@ def test_needles_are_scored_by_what_is_written_and_by_what_is_predicted():
     assert list(found(know_all, None)) == pytest.approx([1, 1, 0])  # needs not write
 
 
-def test_an_answer_is_greedy_whatever_the_model_would_do():
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"do_sample": True, "temperature": 5.0, "repetition_penalty": 9.0},
+        {"suppress_tokens": [*range(20)], "no_repeat_ngram_size": 1},
+        {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True},
+    ],
+)
+def test_an_answer_is_greedy_whatever_the_model_would_do(own):
     model = make_model(CASE["deltanet"])
-    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=9.0)
+    model.generation_config.update(**own)
     prompt = torch.tensor([[3, 4, 5]])
     expected = prompt
     for _ in range(5):

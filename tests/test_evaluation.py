@@ -506,3 +506,8 @@ def test_texts_of_tokens_are_the_whole_text_with_characters_of_several_tokens_at
     assert coloured.count("<span") == 7
     assert '--share: 0.25" title="25% of the heads"> </span>' in coloured
     assert "&lt;</span>" in coloured
+
+
+def test_recall_by_distance_wants_a_distance():
+    with pytest.raises(ValueError, match=r"distances must be some, of at least the 4 tokens"):
+        recall_by_distance(Predictor(copy_what_followed), torch.arange(64), [], passage=4)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_memory
 from cases import random_tokens
 from hf_memory.mixers.delta_net import DeltaNetMixer
+from hf_memory.mixers.positions import Positions
 from hf_memory.modeling import register_gate
 from hf_memory.modeling.gate_registration import TABLES
 
@@ -83,3 +85,28 @@ def test_loading_names_what_is_missing_where_a_gate_is_not_registered(registered
 def test_a_gate_that_cannot_be_registered_is_refused(config, name, mixer, message):
     with pytest.raises(ValueError, match=message):
         register_gate(config, name, mixer)
+
+
+class SteadyDecay(nn.Module):
+    """Each head keeps half of its memory at each token."""
+
+    def forward(self, hidden_states):
+        return hidden_states.new_full((*hidden_states.shape[:2], 2), 0.5).log()
+
+
+class SteadyMixer(DeltaNetMixer):
+    """A DeltaNet whose decay is no pair with sizes of steps, as those of gated linear attention are not."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.decay = SteadyDecay()
+
+
+def test_a_decay_of_ones_own_may_be_a_tensor(registered, monkeypatch):
+    monkeypatch.setitem(registered, "halving", SteadyMixer)
+    model = AutoModelForCausalLM.from_config(hf_memory.DeltaNetConfig(**SIZES, gate="halving"))
+    mixer = model.model.layers[0].mixer
+    positions = torch.zeros(1, 9, 16), torch.zeros(1, 9, 16)
+    g = mixer.project(torch.randn(1, 9, 16), Positions(*positions))["g"]
+    assert torch.equal(g, torch.full((1, 9, 2), 0.5).log())
+    assert model(random_tokens(1, 9)).logits.isfinite().all()

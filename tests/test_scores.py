@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from hf_memory.evaluation import questions, scores
 from hf_memory.evaluation.estimates import Share, described
@@ -47,6 +48,7 @@ class Knows(nn.Module):
     """A model that gives the same answers to the same prompts, whatever stands before them."""
 
     device = torch.device("cpu")
+    generation_config = GenerationConfig()
 
     def __init__(self, answers: Mapping[tuple[int, ...], str]):
         super().__init__()

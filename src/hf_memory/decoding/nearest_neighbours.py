@@ -112,6 +112,12 @@ class NearestNeighbours(Beside):
 
     def _mix(self, model: PreTrainedModel, args: tuple, given: dict, outputs):
         given = named_arguments(model, args, given)
+        check(
+            not isinstance(outputs, tuple),
+            "return_dict",
+            "True with NearestNeighbours, which change logits and loss of the outputs",
+            False,
+        )
         near = self.nearest(given.get("logits_to_keep", 0), outputs.logits)
         logits = outputs.logits
         outputs.logits = mix(logits.flatten(0, -2), near, self.weight, self.temperature).view_as(

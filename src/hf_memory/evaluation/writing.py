@@ -1,9 +1,10 @@
 """Greedy answers of a model, regardless of its generation config."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_memory.files.chat_template import apply_template
 from hf_memory.modeling.any_model import in_eval_mode
@@ -62,19 +63,29 @@ def greedy(
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> list[str]:
     """The texts that follow prompts, which are read in batches."""
-    plain: dict = {
-        "do_sample": False,
-        "num_beams": 1,
-        "repetition_penalty": 1.0,
-        "max_new_tokens": new_tokens,
-    }
     rows = max(1, BATCH // max(map(len, prompts)))
     texts = []
-    for first in range(0, len(prompts), rows):
-        batch = prompts[first : first + rows]
-        texts += continued(model, tokenizer, batch, **plain)
-        progress(len(batch) * max(map(len, batch)))
+    with plain_generation(model):
+        for first in range(0, len(prompts), rows):
+            batch = prompts[first : first + rows]
+            texts += continued(model, tokenizer, batch, max_new_tokens=new_tokens)
+            progress(len(batch) * max(map(len, batch)))
     return texts
+
+
+@contextmanager
+def plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which a model has nothing of its generation config but the numbers of special tokens.
+
+    `generate` takes the model's own for what it is not given: samples, beams, penalties, words that are not written.
+    """
+    given = model.generation_config
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    model.generation_config = GenerationConfig(**{name: getattr(given, name) for name in names})
+    try:
+        yield
+    finally:
+        model.generation_config = given
 
 
 @in_eval_mode

@@ -35,7 +35,9 @@ class DeltaNetMixer(Levels, MemoryMixer):
         rows = super().project(hidden_states, positions)
         rows["beta"] = self.largest_beta * upcast(self.b_proj(hidden_states)).sigmoid()
         if self.decays:
-            rows["g"] = self.decay(hidden_states)[0]
+            decay = self.decay(hidden_states)
+            # that of another gate may have no size of steps
+            rows["g"] = decay if isinstance(decay, Tensor) else decay[0]
         return rows | self.output_gate.project(hidden_states)
 
     def mix(self, projected: Projected, context: Context) -> tuple[Tensor, States]:

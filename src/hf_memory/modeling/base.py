@@ -305,8 +305,8 @@ class MemoryModel(MemoryPreTrainedModel):
                 given as `past_key_values` too.
             inputs_embeds: [B, T, hidden_size].
             use_cache: whether to return a cache. Packed sequences without a cache given have none.
-            chunk_length: read the rows in chunks of so many tokens, from a new cache: with the gradients of whole rows,
-                in little more memory than those of a chunk, and with a second forward pass.
+            chunk_length: read the rows in chunks of so many tokens, from a new cache: with the gradients of whole rows
+                without `cache_bits`, in little more memory than those of a chunk, and with a second forward pass.
             **kwargs: passed to the mixers.
 
         Raises:

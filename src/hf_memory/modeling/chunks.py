@@ -21,8 +21,8 @@ def read_in_chunks(
 ) -> tuple[Tensor, Cache, Tensor | None]:
     """Read rows [B, T, hidden_size] chunk by chunk, each after the states of a cache that has read those before.
 
-    Gradients flow through the states, which have all their bits, and are those of whole rows. Between the forward and
-    the backward pass only outputs and these states are held.
+    Gradients flow through the states, which have all their bits, and are those of whole rows without `cache_bits`.
+    Between the forward and the backward pass only outputs and these states are held.
 
     Args:
         model: a `MemoryModel`.
