@@ -196,7 +196,7 @@ def recall_by_distance(
     check(
         min(gaps.values(), default=-1) >= 0,
         "distances",
-        f"some, of at least the {passage} tokens of a passage",
+        f"at least the {passage} tokens of a passage",
         distances,
     )
     trials = trials_within(max_tokens, gaps.values(), passage=passage, trials=trials)
