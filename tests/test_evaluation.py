@@ -509,5 +509,7 @@ def test_texts_of_tokens_are_the_whole_text_with_characters_of_several_tokens_at
 
 
 def test_recall_by_distance_wants_a_distance():
-    with pytest.raises(ValueError, match=r"distances must be at least the 4 tokens of a passage, got \[\]"):
+    with pytest.raises(
+        ValueError, match=r"distances must be at least the 4 tokens of a passage, got \[\]"
+    ):
         recall_by_distance(Predictor(copy_what_followed), torch.arange(64), [], passage=4)
