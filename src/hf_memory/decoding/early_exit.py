@@ -98,7 +98,7 @@ class EarlyExit(Attached):
         self.decoded = 0  # number of tokens since the prompt
         self.is_active = False
         self.reads_prompt = False  # whether `generate` does, in one pass or in pieces
-        self.enter_context(replaced(model, self._prefill, "_prefill"))
+        self.enter_context(replaced(model, partial(self._prefill, model._prefill), "_prefill"))
         for i, layer in enumerate(modules):
             run = partial(self._run, i, layer.forward, stateless_parts(layer))
             self.enter_context(replaced(layer, run))
@@ -114,11 +114,11 @@ class EarlyExit(Attached):
             return torch.full_like(start, self.threshold)
         return (0.9 * self.threshold + 0.1 * torch.exp(-self.decay * start)).clamp(max=1)
 
-    def _prefill(self, *args, **kwargs):
+    def _prefill(self, read: Callable, *args, **kwargs):
         """Replaces the method of `generate` that reads the prompt."""
         self.reads_prompt = True
         try:
-            return type(self.model)._prefill(self.model, *args, **kwargs)
+            return read(*args, **kwargs)
         finally:
             self.reads_prompt = False
 

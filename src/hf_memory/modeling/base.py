@@ -45,9 +45,9 @@ from hf_memory.modeling.configuration import MemoryConfig, own_options
 from hf_memory.modeling.hub import HubModel
 from hf_memory.modeling.inputs import (
     check_generate_inputs,
-    check_ids,
     check_mask_length,
     check_positions,
+    check_rows,
     check_some_tokens,
     of_bools,
     warn_beyond_positions,
@@ -433,7 +433,7 @@ class MemoryModel(MemoryPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if input_ids is not None:
-            check_ids(input_ids)
+            check_rows("input_ids", input_ids)
             return self.embed_tokens(input_ids)
         check_some_tokens("inputs_embeds", inputs_embeds)
         return inputs_embeds

@@ -10,12 +10,15 @@ from transformers.utils.import_utils import is_tracing
 from hf_memory.ops.inputs import shape_or_type
 
 
-def check_ids(input_ids: Any) -> None:
-    """Raise ValueError unless tokens are a tensor [B, T] with at least one."""
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
-        given = shape_or_type(input_ids)
-        raise ValueError(f"input_ids must be a tensor [B, T], a row for each text, got {given}")
-    check_some_tokens("input_ids", input_ids)
+def check_rows(name: str, rows: Any) -> None:
+    """Raise ValueError unless rows, tokens [B, T] or embeddings [B, T, hidden_size], are a tensor with a token."""
+    is_embedded = name == "inputs_embeds"
+    shape = "[B, T, hidden_size]" if is_embedded else "[B, T]"
+    if not isinstance(rows, Tensor) or rows.ndim != 2 + is_embedded:
+        raise ValueError(
+            f"{name} must be a tensor {shape}, a row for each text, got {shape_or_type(rows)}"
+        )
+    check_some_tokens(name, rows)
 
 
 def check_some_tokens(name: str, rows: Tensor) -> None:
@@ -62,13 +65,7 @@ def check_generate_inputs(name: str, rows: Any, attention_mask: Any) -> None:
     check_mask_type(attention_mask)
     if not name:
         return
-    dims = 3 if name == "inputs_embeds" else 2
-    if not isinstance(rows, Tensor) or rows.ndim != dims:
-        shape = "[B, T, hidden_size]" if dims == 3 else "[B, T]"
-        raise ValueError(
-            f"{name} must be a tensor {shape}, a row for each text, got {shape_or_type(rows)}"
-        )
-    check_some_tokens(name, rows)
+    check_rows(name, rows)
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         return
     B, T = rows.shape[:2]
